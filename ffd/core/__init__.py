@@ -1,0 +1,1 @@
+"""The pure part: no I/O, no database, no event loop."""

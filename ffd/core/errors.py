@@ -118,7 +118,7 @@ class NotFound(EngineError):
 
     family = "not_found"
 
-    def __init__(self, entity: str, id: str) -> None:  # noqa: A002  (the contract names the field `id`)
+    def __init__(self, entity: str, id: str) -> None:
         super().__init__(f"{entity} not found: {id}")
         self.entity = entity
         self.id = id

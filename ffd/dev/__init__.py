@@ -1,0 +1,1 @@
+"""What development needs: an embedded PostgreSQL and the development server."""

@@ -1,0 +1,1 @@
+"""The engine's operations, one file each or a tight family."""

@@ -1,0 +1,73 @@
+"""Named SQL: the name is the metric label and a comment in the text that the server sees."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from ffd.core.state import expand_rows
+
+
+class Planning(StrEnum):
+    """How the server should plan a statement; each has its own connections (see `ffd.db.database`).
+
+    `GENERIC`: one row by its key, planned once per connection. `CUSTOM`: batches over arrays, planned per call,
+    because a plan cached over an empty table may scan a whole index later. `READ`: users' lists and reports,
+    with the planner's own choices.
+    """
+
+    GENERIC = "generic"
+    CUSTOM = "custom"
+    READ = "read"
+
+
+# What many statements must say in exactly the same words.
+_PHRASES: Final = {
+    # The predicate of the claim index, word for word.
+    "claimable": "lifecycle_phase in ('runnable', 'submitted') and eligibility_state = 'eligible_now'",
+    "into lease_event": (
+        "insert into ff_lease_event (partition_key, execution_id, event_type, cause, occurred_at_ms,"
+        " attempt_index, lease_epoch, worker_id, worker_instance_id, namespace, instance_tag, tags)"
+    ),
+    "into completion_event": (
+        "insert into ff_completion_event (partition_key, execution_id, flow_id, outcome, occurred_at_ms,"
+        " namespace, instance_tag, tags)"
+    ),
+}
+# Namespace and tags of an event, from the execution's raw_fields.
+_ORIGIN: Final = re.compile(r"\[\[origin (\w+)\]\]")
+_ORIGIN_COLUMNS: Final = (
+    r"\1.raw_fields ->> 'namespace', \1.raw_fields #>> '{tags,cairn.instance_id}', \1.raw_fields -> 'tags'"
+)
+
+
+def _expand(sql: str, phrases: Mapping[str, str]) -> str:
+    for phrase, text in {**phrases, **_PHRASES}.items():
+        sql = sql.replace(f"[[{phrase}]]", text)
+    return expand_rows(_ORIGIN.sub(_ORIGIN_COLUMNS, sql))
+
+
+class Statement:
+    """One SQL statement, complete and constant. What stands in double brackets is expanded once, here.
+
+    `phrases` are texts that several statements of one module share, by the name they have in the brackets.
+    """
+
+    __slots__ = ("name", "planning", "sql")
+
+    def __init__(
+        self,
+        name: str,
+        sql: str,
+        planning: Planning = Planning.GENERIC,
+        phrases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.name = name
+        self.planning = planning
+        self.sql = f"/* ffd:{name} */ {_expand(sql, phrases).strip()}"
+
+    def __repr__(self) -> str:
+        return f"Statement({self.name!r})"

@@ -1,0 +1,173 @@
+"""The good ending: result, state, completion event and lease event in one statement (I2, I3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+from uuid import UUID
+
+from ffd.core.checks import check_bytes
+from ffd.core.errors import EngineError, Validation, ValidationKind
+from ffd.core.events import ENDED_RINGS
+from ffd.core.handles import Handle, Lease, read_lease
+from ffd.core.limits import RESULT_BYTES_MAX
+from ffd.db.database import Row
+from ffd.db.pool import Connection
+from ffd.db.statement import Planning, Statement
+from ffd.ops.batches import Batch
+from ffd.ops.fence import CLASSIFY, CLASSIFY_MANY, inconclusive, is_own_ending, refusal
+from ffd.ops.flow_lock import lock_flow
+from ffd.ops.runtime import Runtime
+
+_PHRASES: Final = {
+    # The execution is locked, the attempt's own update carries the fence, the execution's update is fed by it.
+    "end attempt": """
+      a as (
+        update ff_attempt t
+        set outcome = 'success', terminal_at_ms = l.now, lease_expires_at_ms = null, timeout_at_ms = null
+        from l
+        where t.partition_key = $1 and t.execution_id = $2 and t.attempt_index = $3 and t.lease_epoch = $4
+          and coalesce(t.lease_expires_at_ms, 0) > l.now
+        returning l.now, t.lease_epoch, t.worker_id, t.worker_instance_id),
+      x as (
+        update ff_exec_core e
+        set [[completed]], terminal_at_ms = a.now, state_since_ms = a.now, result = $5,
+            lease_epoch = greatest(e.lease_epoch, a.lease_epoch)
+        from a where e.partition_key = $1 and e.execution_id = $2
+        returning e.partition_key, e.execution_id, e.flow_id, e.attempt_index, e.raw_fields,
+                  a.now, a.lease_epoch, a.worker_id, a.worker_instance_id)""",
+    "write events": """
+      c as ([[into completion_event]]
+        select x.partition_key, x.execution_id, x.flow_id, 'success', x.now, [[origin x]] from x),
+      v as ([[into lease_event]]
+        select x.partition_key, x.execution_id::text, 'revoked', 'completed', x.now, x.attempt_index, x.lease_epoch,
+               x.worker_id, x.worker_instance_id, [[origin x]]
+        from x)""",
+}
+
+# $1 partition_key, $2 execution_id, $3 attempt_index, $4 lease_epoch, $5 result
+COMPLETE: Final = Statement(
+    "complete",
+    """
+    with l as materialized (
+      select ff_now_ms() as now from ff_exec_core
+      where partition_key = $1 and execution_id = $2 and attempt_index = $3 and lifecycle_phase = 'active'
+        and flow_id is null
+      for no key update),
+    [[end attempt]], [[write events]]
+    select 1 from x
+    """,
+    phrases=_PHRASES,
+)
+
+# The same for a member of a flow, whose flow row the transaction holds.
+COMPLETE_MEMBER: Final = Statement(
+    "complete_member",
+    """
+    with l as materialized (
+      select ff_now_ms() as now from ff_exec_core
+      where partition_key = $1 and execution_id = $2 and attempt_index = $3 and lifecycle_phase = 'active'
+        and flow_id = $6
+      for no key update),
+    [[end attempt]], [[write events]]
+    select 1 from x
+    """,
+    phrases=_PHRASES,
+)
+
+# Arrays sorted by key: rows are locked in that order. A position that is missing from the result was refused.
+COMPLETE_MANY: Final = Statement(
+    "complete_many",
+    """
+    with k as materialized (
+      select * from unnest($1::smallint[], $2::uuid[], $3::int[], $4::bigint[], $5::bytea[])
+        with ordinality k(p, e, a, epoch, result, i)),
+    l as materialized (
+      select k.p, k.e, k.a, k.epoch, k.result, k.i, ff_now_ms() as now from k cross join lateral (
+        select 1 from ff_exec_core x
+        where x.partition_key = k.p and x.execution_id = k.e and x.attempt_index = k.a
+          and x.lifecycle_phase = 'active' and x.flow_id is null
+        for no key update) x),
+    a as (
+      update ff_attempt t
+      set outcome = 'success', terminal_at_ms = l.now, lease_expires_at_ms = null, timeout_at_ms = null
+      from l
+      where t.partition_key = l.p and t.execution_id = l.e and t.attempt_index = l.a and t.lease_epoch = l.epoch
+        and coalesce(t.lease_expires_at_ms, 0) > l.now
+      returning l.i, l.p, l.e, l.result, l.now, t.lease_epoch, t.worker_id, t.worker_instance_id),
+    x as (
+      update ff_exec_core e
+      set [[completed]], terminal_at_ms = a.now, state_since_ms = a.now, result = a.result,
+          lease_epoch = greatest(e.lease_epoch, a.lease_epoch)
+      from a where e.partition_key = a.p and e.execution_id = a.e
+      returning e.partition_key, e.execution_id, e.flow_id, e.attempt_index, e.raw_fields,
+                a.i, a.now, a.lease_epoch, a.worker_id, a.worker_instance_id),
+    [[write events]]
+    select i from x
+    """,
+    Planning.CUSTOM,
+    phrases=_PHRASES,
+)
+
+
+def _fence(lease: Lease) -> tuple[int, UUID, int, int]:
+    return (lease.partition_key, lease.execution_id, lease.attempt_index, lease.lease_epoch)
+
+
+def _check_result(result: object) -> bytes | None:
+    return None if result is None else check_bytes(result, "result", RESULT_BYTES_MAX)
+
+
+async def complete(runtime: Runtime, handle: Handle, result: bytes | None) -> None:
+    """End the execution with success. A repeat by the same owner returns too; the first result stays."""
+    lease = read_lease(handle)
+    result = _check_result(result)
+    if await runtime.db.fetchrow(COMPLETE, *_fence(lease), result) is None:
+        row = await runtime.db.fetchrow(CLASSIFY, *_fence(lease)[:3])
+        await _settle(runtime, lease, result, row)
+    runtime.ring(ENDED_RINGS)
+
+
+async def _settle(runtime: Runtime, lease: Lease, result: bytes | None, row: Row | None) -> None:
+    """What the first statement left over: a repeat, a refusal, or a member of a flow."""
+    if is_own_ending(row, lease, "success"):
+        return
+    error = refusal(row, lease)
+    if error is not None:
+        raise error
+    if row is None or row["flow_id"] is None:
+        raise inconclusive("complete", lease)
+    flow_id: UUID = row["flow_id"]
+
+    async def body(connection: Connection) -> bool:
+        await lock_flow(connection, lease.partition_key, flow_id)
+        return await connection.fetchrow(COMPLETE_MEMBER.sql, *_fence(lease), result, flow_id) is not None
+
+    if not await runtime.db.transact("complete", body):
+        row = await runtime.db.fetchrow(CLASSIFY, *_fence(lease)[:3])
+        if not is_own_ending(row, lease, "success"):
+            raise refusal(row, lease) or inconclusive("complete", lease)
+
+
+async def complete_many(runtime: Runtime, items: Sequence[tuple[Handle, bytes | None]]) -> list[EngineError | None]:
+    """Complete many executions in one statement; one answer per item, None for success, in the order given."""
+    try:
+        pairs = [(handle, result) for handle, result in items]
+    except (TypeError, ValueError):
+        raise Validation(ValidationKind.INVALID_INPUT, "expected (handle, result) pairs", "items") from None
+    results = [_check_result(result) for _, result in pairs]
+    batch = Batch.of([handle for handle, _ in pairs], "items")
+    if batch.leases:
+        chosen = batch.first_given(results)
+        rows = await runtime.db.fetch(COMPLETE_MANY, *batch.fences(), chosen)
+        for (i,) in rows:
+            batch.answer(i, None)
+        for i, lease, row in await batch.unanswered(runtime, CLASSIFY_MANY):
+            try:
+                await _settle(runtime, lease, chosen[i - 1], row)
+            except EngineError as error:
+                batch.answer(i, error)
+            else:
+                batch.answer(i, None)
+        runtime.ring(ENDED_RINGS)
+    return batch.answers()

@@ -1,0 +1,216 @@
+"""Creating many executions atomically: set-based, one statement for plain ones.
+
+With idempotency keys or flows there are more statements, all in one transaction, and every set of locks is taken
+in sorted order: flows, keys, executions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+from uuid import UUID
+
+import asyncpg
+
+from ffd.core.errors import Contention, ContentionKind, Validation, ValidationKind
+from ffd.core.ids import ExecutionKey
+from ffd.core.limits import BULK_MAX
+from ffd.core.records import Created, NewExecution
+from ffd.core.state import PublicState
+from ffd.db.statement import Planning, Statement
+from ffd.ops.create import (
+    COUNT_MEMBERS,
+    FORGET_KEY,
+    Draft,
+    Session,
+    draft,
+    existing,
+    lock_open_flow,
+    past_deadline,
+)
+from ffd.ops.runtime import Runtime
+
+# Arrays in key order. Capabilities travel as comma-joined text: PostgreSQL has no ragged arrays, and a token has
+# no comma. Nothing is written when the deadline of any new one has passed.
+CREATE_MANY: Final = Statement(
+    "create_many",
+    """
+    with n as materialized (select ff_now_ms() as now),
+    k as materialized (
+      select k.*, case when k.delay_until_ms > n.now then 'delayed_first' else 'waiting_first' end as first_row, n.now
+      from n, unnest($1::smallint[], $2::uuid[], $3::uuid[], $4::text[], $5::text[], $6::int[], $7::bigint[],
+                     $8::bigint[], $9::bytea[], $10::text[], $11::text[])
+        k(p, e, flow_id, lane, capabilities, priority, delay_until_ms, deadline_at_ms, payload, policy, raw_fields)),
+    late as materialized (
+      select exists (
+        select 1 from k where k.deadline_at_ms <= k.now and not exists (
+          select 1 from ff_exec_core o where o.partition_key = k.p and o.execution_id = k.e)) as is_late),
+    x as (
+      insert into ff_exec_core (
+        partition_key, execution_id, flow_id, lane_id, required_capabilities, priority, delay_until_ms,
+        deadline_at_ms, payload, policy, raw_fields, created_at_ms, state_since_ms, [[columns]])
+      select k.p, k.e, k.flow_id, k.lane, string_to_array(k.capabilities, ','), k.priority,
+             case k.first_row when 'delayed_first' then k.delay_until_ms end, k.deadline_at_ms, k.payload,
+             k.policy::jsonb, k.raw_fields::jsonb, k.now, k.now,
+             [[values by k.first_row: waiting_first, delayed_first]]
+      from k where not (select is_late from late)
+      on conflict (partition_key, execution_id) do nothing
+      returning partition_key, execution_id, public_state)
+    select n.now, late.is_late, x.partition_key, x.execution_id, x.public_state
+    from n cross join late left join x on true
+    """,
+    Planning.CUSTOM,
+)
+
+# $1 partitions of the keys, $2 namespace, $3 keys, $4 and $5 the executions to stand for, $6 ttls. Sorted by key.
+TAKE_KEYS: Final = Statement(
+    "take_keys",
+    """
+    insert into ff_exec_dedup as d
+      (partition_key, namespace, idempotency_key, exec_partition, execution_id, expires_at_ms)
+    select k.p, $2, k.key, k.ep, k.e, ff_now_ms() + k.ttl
+    from unnest($1::smallint[], $3::text[], $4::smallint[], $5::uuid[], $6::bigint[]) k(p, key, ep, e, ttl)
+    on conflict (partition_key, namespace, idempotency_key) do update set
+      exec_partition = case when d.expires_at_ms <= ff_now_ms() then excluded.exec_partition else d.exec_partition end,
+      execution_id = case when d.expires_at_ms <= ff_now_ms() then excluded.execution_id else d.execution_id end,
+      expires_at_ms = case when d.expires_at_ms <= ff_now_ms() then excluded.expires_at_ms else d.expires_at_ms end
+    returning idempotency_key, exec_partition, execution_id
+    """,
+    Planning.CUSTOM,
+)
+
+WHICH_EXIST: Final = Statement(
+    "which_exist",
+    """
+    select x.partition_key, x.execution_id from unnest($1::smallint[], $2::uuid[]) k(p, e)
+    cross join lateral (select partition_key, execution_id from ff_exec_core
+                        where partition_key = k.p and execution_id = k.e) x
+    """,
+    Planning.CUSTOM,
+)
+
+
+def _drafts(executions: Sequence[NewExecution], namespace: str) -> list[Draft]:
+    if isinstance(executions, str | bytes) or not isinstance(executions, Sequence):
+        raise Validation(ValidationKind.INVALID_INPUT, "expected a list of NewExecution", "executions")
+    if len(executions) > BULK_MAX:
+        raise Validation(
+            ValidationKind.INVALID_INPUT,
+            f"{len(executions)} items, at most {BULK_MAX} are allowed",
+            "executions",
+        )
+    drafts = []
+    for at, new in enumerate(executions):
+        if not isinstance(new, NewExecution):
+            raise Validation(ValidationKind.INVALID_INPUT, "expected a NewExecution", f"executions[{at}]")
+        try:
+            drafts.append(draft(new, namespace))
+        except Validation as error:
+            raise Validation(error.kind, error.detail, f"executions[{at}].{error.field}") from None
+    return drafts
+
+
+async def create_executions(
+    runtime: Runtime, executions: Sequence[NewExecution], connection: asyncpg.Connection[Any] | None
+) -> list[Created]:
+    """Create all of them or none; one answer per item, in the order given."""
+    drafts = _drafts(executions, runtime.namespace)
+    if not drafts:
+        return []
+    is_plain = all(new.idempotency_key is None and new.flow_id is None for new in drafts)
+
+    async def body(inner: asyncpg.Connection[Any]) -> list[Created]:
+        return await _create_all(Session(runtime, inner), drafts, runtime.namespace)
+
+    if is_plain:
+        created = await _create_all(Session(runtime, connection), drafts, runtime.namespace)
+    elif connection is None:
+        created = await runtime.db.transact("create_many", body, Planning.CUSTOM)
+    else:
+        # A refusal half-way must leave nothing behind in a transaction that the caller may still commit.
+        async with connection.transaction():
+            created = await body(connection)
+    lanes = {
+        new.lane
+        for new, one in zip(drafts, created, strict=True)
+        if one.public_state == PublicState.WAITING and not one.is_duplicate
+    }
+    await Session(runtime, connection).announce(lanes)
+    return created
+
+
+async def _create_all(session: Session, drafts: list[Draft], namespace: str) -> list[Created]:
+    flows = sorted({(new.partition_key, new.flow_id) for new in drafts if new.flow_id is not None})
+    for partition_key, flow_id in flows:
+        await lock_open_flow(session, partition_key, flow_id)
+    owners = await _take_keys(session, [new for new in drafts if new.idempotency_key is not None], namespace)
+    wanted: dict[ExecutionKey, Draft] = {}
+    for new in drafts:
+        if owners.get(new.idempotency_key, new.key) == new.key:
+            wanted.setdefault(new.key, new)
+    states = await _insert(session, drafts, sorted(wanted.values(), key=lambda new: new.key))
+    joined = Counter((new.partition_key, new.flow_id) for key, new in wanted.items() if new.flow_id and key in states)
+    for (partition_key, joined_flow), count in joined.items():
+        await session.fetch(COUNT_MEMBERS, partition_key, joined_flow, count)
+    answers = []
+    for new in drafts:
+        key = ExecutionKey(*owners.get(new.idempotency_key, new.key))
+        if key in states:
+            # The first draft that names an execution made it; whoever else names it finds it.
+            answers.append(Created(str(key), PublicState(states[key]), wanted.get(key) is not new))
+        else:
+            found = await existing(session, key)
+            if found is None:
+                raise Contention(ContentionKind.RETRY_EXHAUSTED, f"{key} is being removed; try again")
+            answers.append(found)
+    return answers
+
+
+async def _take_keys(session: Session, keyed: list[Draft], namespace: str) -> dict[str | None, tuple[int, UUID]]:
+    """Which execution each idempotency key stands for, taking the free ones for ours."""
+    first: dict[str, Draft] = {}
+    for new in keyed:
+        first.setdefault(str(new.idempotency_key), new)
+    if not first:
+        return {}
+    for _ in range(2):
+        ordered = sorted(first.values(), key=lambda new: (new.key_partition, str(new.idempotency_key)))
+        rows = await session.fetch(
+            TAKE_KEYS,
+            [new.key_partition for new in ordered],
+            namespace,
+            [new.idempotency_key for new in ordered],
+            [new.partition_key for new in ordered],
+            [new.execution_id for new in ordered],
+            [new.idempotency_ttl_ms for new in ordered],
+        )
+        owners: dict[str | None, tuple[int, UUID]] = {key: (p, e) for key, p, e in rows}
+        others = {key: owner for key, owner in owners.items() if owner != first[str(key)].key}
+        found = (
+            await session.fetch(WHICH_EXIST, [p for p, _ in others.values()], [e for _, e in others.values()])
+            if others
+            else []
+        )
+        gone = {key: owner for key, owner in others.items() if owner not in {tuple(row) for row in found}}
+        if not gone:
+            break
+        for key, (_, execution_id) in gone.items():
+            await session.fetch(FORGET_KEY, first[str(key)].key_partition, namespace, key, execution_id)
+    return owners
+
+
+async def _insert(session: Session, given: list[Draft], ordered: list[Draft]) -> dict[ExecutionKey, str]:
+    """Write the rows; the state of each that was new."""
+    if not ordered:
+        return {}
+    columns: list[Any] = [list(column) for column in zip(*(new[:11] for new in ordered), strict=True)]
+    columns[4] = [",".join(tokens) for tokens in columns[4]]
+    rows = await session.fetch(CREATE_MANY, *columns)
+    now = rows[0]["now"]
+    if rows[0]["is_late"]:
+        at, late = next(
+            (at, new) for at, new in enumerate(given) if new.deadline_at_ms is not None and new.deadline_at_ms <= now
+        )
+        raise past_deadline(f"executions[{at}].deadline_at_ms", late.deadline_at_ms, now)
+    return {ExecutionKey(p, e): state for _, _, p, e, state in rows if state is not None}
