@@ -15,9 +15,9 @@ the same owner is answered like the first, a repeated create finds the first by 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import asyncpg
 
@@ -56,9 +56,29 @@ from ffd.ops import wait as wait_op
 from ffd.ops.runtime import Runtime, open_runtime
 from ffd.telemetry.metrics import FENCE_REJECTIONS, OPERATION_DURATION_SECONDS
 
-T = TypeVar("T")
-
 _FENCE_KINDS = frozenset({ContentionKind.LEASE_CONFLICT, ContentionKind.EXECUTION_NOT_ACTIVE, StateKind.LEASE_EXPIRED})
+
+
+class _Timed:
+    """Measures one call: a context, not a coroutine around it, because this is on every path."""
+
+    __slots__ = ("_observe_ok", "_operation", "_started")
+
+    def __init__(self, operation: str, observe_ok: Callable[[float], None]) -> None:
+        self._operation = operation
+        self._observe_ok = observe_ok
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        elapsed_s = time.perf_counter() - self._started
+        if error is None:
+            self._observe_ok(elapsed_s)
+        elif isinstance(error, EngineError):
+            if error.kind in _FENCE_KINDS:
+                FENCE_REJECTIONS.labels(self._operation).inc()
+            OPERATION_DURATION_SECONDS.labels(self._operation, error.code).observe(elapsed_s)
 
 
 class Engine:
@@ -71,7 +91,7 @@ class Engine:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._timers: dict[str, Any] = {}
+        self._timers: dict[str, Callable[[float], None]] = {}
 
     @classmethod
     @asynccontextmanager
@@ -100,20 +120,11 @@ class Engine:
         async with open_runtime(database, outbox, namespace) as runtime:
             yield cls(runtime)
 
-    async def _observe(self, operation: str, call: Awaitable[T]) -> T:
-        started = time.perf_counter()
-        try:
-            result = await call
-        except EngineError as error:
-            if error.kind in _FENCE_KINDS:
-                FENCE_REJECTIONS.labels(operation).inc()
-            OPERATION_DURATION_SECONDS.labels(operation, error.code).observe(time.perf_counter() - started)
-            raise
-        timer = self._timers.get(operation)
-        if timer is None:
-            timer = self._timers[operation] = OPERATION_DURATION_SECONDS.labels(operation, "ok")
-        timer.observe(time.perf_counter() - started)
-        return result
+    def _timed(self, operation: str) -> _Timed:
+        timed = self._timers.get(operation)
+        if timed is None:
+            timed = self._timers[operation] = OPERATION_DURATION_SECONDS.labels(operation, "ok").observe
+        return _Timed(operation, timed)
 
     # Executions
 
@@ -157,19 +168,20 @@ class Engine:
             idempotency_ttl_ms=idempotency_ttl_ms,
             tags=tags,
         )
-        return await self._observe("create_execution", create_op.create_execution(self._runtime, new, connection))
+        with self._timed("create_execution"):
+            return await create_op.create_execution(self._runtime, new, connection)
 
     async def create_executions(
         self, executions: Sequence[NewExecution], *, connection: asyncpg.Connection[Any] | None = None
     ) -> list[Created]:
         """Create up to 10,000 executions, all or none; one answer per item, in the order given."""
-        return await self._observe(
-            "create_executions", create_many_op.create_executions(self._runtime, executions, connection)
-        )
+        with self._timed("create_executions"):
+            return await create_many_op.create_executions(self._runtime, executions, connection)
 
     async def describe_execution(self, execution_id: str) -> ExecutionSnapshot | None:
         """The execution as it is now; None when there is none."""
-        return await self._observe("describe_execution", describe_op.describe_execution(self._runtime, execution_id))
+        with self._timed("describe_execution"):
+            return await describe_op.describe_execution(self._runtime, execution_id)
 
     async def list_executions(
         self,
@@ -197,17 +209,18 @@ class Engine:
             after=after,
             limit=limit,
         )
-        return await self._observe("list_executions", page)
+        with self._timed("list_executions"):
+            return await page
 
     async def list_attempts(self, execution_id: str) -> list[AttemptSnapshot]:
         """Every attempt of an execution, the first one first. `NotFound` for an unknown execution."""
-        return await self._observe("list_attempts", describe_op.list_attempts(self._runtime, execution_id))
+        with self._timed("list_attempts"):
+            return await describe_op.list_attempts(self._runtime, execution_id)
 
     async def get_execution_result(self, execution_id: str) -> bytes | None:
         """The bytes the execution was completed with; None when unknown, not completed, or without a result."""
-        return await self._observe(
-            "get_execution_result", describe_op.get_execution_result(self._runtime, execution_id)
-        )
+        with self._timed("get_execution_result"):
+            return await describe_op.get_execution_result(self._runtime, execution_id)
 
     async def wait_for_result(self, execution_id: str, *, timeout_ms: int) -> ExecutionSnapshot:
         """Wait until the execution has ended, woken by its completion. `TimeoutError` when the time is up."""
@@ -215,7 +228,8 @@ class Engine:
 
     async def explain_execution(self, execution_id: str) -> Explanation:
         """Why the execution is where it is: what it waits for, since when, and the next step."""
-        return await self._observe("explain_execution", explain_op.explain_execution(self._runtime, execution_id))
+        with self._timed("explain_execution"):
+            return await explain_op.explain_execution(self._runtime, execution_id)
 
     # Claims and leases
 
@@ -244,7 +258,8 @@ class Engine:
             wait_ms=wait_ms,
         )
         # A call that waits for work says nothing about the database's speed.
-        return await self._observe("claim_wait" if wait_ms else "claim", call)
+        with self._timed("claim_wait" if wait_ms else "claim"):
+            return await call
 
     async def claim_many(
         self,
@@ -272,7 +287,8 @@ class Engine:
             lease_ttl_ms=lease_ttl_ms,
             wait_ms=wait_ms,
         )
-        return await self._observe("claim_many_wait" if wait_ms else "claim_many", call)
+        with self._timed("claim_many_wait" if wait_ms else "claim_many"):
+            return await call
 
     async def claim_resumed_execution(
         self, execution_id: str, *, worker_id: str, worker_instance_id: str, lease_ttl_ms: int = 30_000
@@ -285,53 +301,63 @@ class Engine:
             worker_instance_id=worker_instance_id,
             lease_ttl_ms=lease_ttl_ms,
         )
-        return await self._observe("claim_resumed_execution", call)
+        with self._timed("claim_resumed_execution"):
+            return await call
 
     async def claim_from_resume_grant(self, token: ResumeToken) -> Claim | None:
         """Take over one execution whose lease has run out, or that was interrupted; None while its lease lives."""
-        return await self._observe(
-            "claim_from_resume_grant", take_over_op.claim_from_resume_grant(self._runtime, token)
-        )
+        with self._timed("claim_from_resume_grant"):
+            return await take_over_op.claim_from_resume_grant(self._runtime, token)
 
     async def renew(self, handle: Handle) -> LeaseRenewal:
         """Extend a live lease by the ttl it was claimed with. An expired lease cannot be renewed."""
-        return await self._observe("renew", renew_op.renew(self._runtime, handle))
+        with self._timed("renew"):
+            return await renew_op.renew(self._runtime, handle)
 
     async def renew_many(self, handles: Sequence[Handle]) -> list[LeaseRenewal | EngineError]:
         """Renew up to 1,000 leases in one statement; one answer per handle, errors returned, not raised."""
-        return await self._observe("renew_many", renew_op.renew_many(self._runtime, handles))
+        with self._timed("renew_many"):
+            return await renew_op.renew_many(self._runtime, handles)
 
     async def release(self, handle: Handle) -> None:
         """Give the work back at once, for anybody; the attempt goes on and no reclaim is counted."""
-        await self._observe("release", give_back_op.release(self._runtime, handle))
+        with self._timed("release"):
+            await give_back_op.release(self._runtime, handle)
 
     async def progress(self, handle: Handle, *, percent: int | None = None, message: str | None = None) -> None:
         """Report progress (percent 0..100, message up to 1 KiB); what is None stays as it was."""
-        await self._observe("progress", renew_op.progress(self._runtime, handle, percent=percent, message=message))
+        with self._timed("progress"):
+            await renew_op.progress(self._runtime, handle, percent=percent, message=message)
 
     async def complete(self, handle: Handle, result: bytes | None = None) -> None:
         """End the execution with success. A repeat by the same owner returns; the first result stays."""
-        await self._observe("complete", complete_op.complete(self._runtime, handle, result))
+        with self._timed("complete"):
+            await complete_op.complete(self._runtime, handle, result)
 
     async def complete_many(self, items: Sequence[tuple[Handle, bytes | None]]) -> list[EngineError | None]:
         """Complete up to 1,000 executions; one answer per item, None for success, errors returned, not raised."""
-        return await self._observe("complete_many", complete_op.complete_many(self._runtime, items))
+        with self._timed("complete_many"):
+            return await complete_op.complete_many(self._runtime, items)
 
     async def fail(self, handle: Handle, reason: str, classification: FailureClass) -> RetryScheduled | TerminalFailed:
         """End the attempt with a failure: a retry as the stored policy says, or the end of the execution."""
-        return await self._observe("fail", fail_op.fail(self._runtime, handle, reason, classification))
+        with self._timed("fail"):
+            return await fail_op.fail(self._runtime, handle, reason, classification)
 
     async def delay(self, handle: Handle, until_ms: int) -> None:
         """Give the work back until a time on the database clock; then the same attempt goes on."""
-        await self._observe("delay", give_back_op.delay(self._runtime, handle, until_ms))
+        with self._timed("delay"):
+            await give_back_op.delay(self._runtime, handle, until_ms)
 
     async def wait_children(self, handle: Handle) -> None:
         """Give a flow member back until every edge into it is resolved; at once when none is open."""
-        await self._observe("wait_children", give_back_op.wait_children(self._runtime, handle))
+        with self._timed("wait_children"):
+            await give_back_op.wait_children(self._runtime, handle)
 
     async def assert_lease(self, handle: Handle, *, connection: asyncpg.Connection[Any]) -> None:
         """Raise unless the lease lives, and keep it from being taken until the caller's transaction ends.
 
         Do not await `complete` of the same execution inside that transaction: it waits for the commit.
         """
-        await self._observe("assert_lease", assert_lease_op.assert_lease(handle, connection))
+        with self._timed("assert_lease"):
+            await assert_lease_op.assert_lease(handle, connection)

@@ -16,7 +16,7 @@ from ffd import Engine
 from ffd.config import DatabaseSettings, OutboxSettings
 from ffd.db.migrations import migrate
 from ffd.dev.postgres import EmbeddedPostgres
-from tests.support import Clock, Rig, set_template_clock
+from tests.support import Clock, Rig, install_clock
 
 TEMPLATE = "ffd_template"
 
@@ -102,7 +102,7 @@ async def rig(engine: Engine, sql: asyncpg.Connection[Any]) -> Rig:
 @pytest.fixture
 async def clock(sql: asyncpg.Connection[Any]) -> Clock:
     """Time under the test's control: the database clock of this test's database."""
-    await set_template_clock(sql)
+    await install_clock(sql)
     return Clock(sql)
 
 

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
+import anyio
 import asyncpg
 
 from ffd import Claim, Engine, Handle, HandleKind
-from ffd.core.handles import mint_handle, read_lease
-from ffd.core.ids import ExecutionKey, parse_execution_id
+from ffd.core.handles import Lease, read_lease
+from ffd.core.ids import parse_execution_id
 
 WORKER = {"worker_id": "w", "worker_instance_id": "w-1"}
 OTHER = {"worker_id": "other", "worker_instance_id": "other-1"}
 
-# The clock of this database runs `offset_ms` ahead; every session sees a move at its next statement.
+# Time stands still in this database until a test moves it; every session sees a move at its next statement.
 MOVABLE_CLOCK = """
-create table if not exists ff_test_clock (offset_ms bigint not null);
-insert into ff_test_clock select 0 where not exists (select 1 from ff_test_clock);
+create table ff_test_clock (now_ms bigint not null);
+insert into ff_test_clock values (ff_now_ms());
 create or replace function ff_now_ms() returns bigint language plpgsql stable parallel safe as $$
 begin
-  return floor(extract(epoch from clock_timestamp()) * 1000)::bigint + (select offset_ms from ff_test_clock);
+  return (select now_ms from ff_test_clock);
 end $$;
 """
 
 
-async def set_template_clock(sql: asyncpg.Connection[Any]) -> None:
-    """Give a test database the movable clock."""
+async def install_clock(sql: asyncpg.Connection[Any]) -> None:
+    """Give a test database the movable clock. Production has none: its function reads no setting."""
     await sql.execute(MOVABLE_CLOCK)
+
+
+async def until(is_so: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Poll until something is so; an assertion error when it does not become so."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await anyio.sleep(0.005)
 
 
 class Clock:
@@ -41,7 +52,7 @@ class Clock:
 
     async def advance(self, ms: int) -> None:
         """Move the clock."""
-        await self._sql.execute("update ff_test_clock set offset_ms = offset_ms + $1", ms)
+        await self._sql.execute("update ff_test_clock set now_ms = now_ms + $1", ms)
 
 
 # What the lease_expiry reconciler will do, in plain SQL.
@@ -71,7 +82,8 @@ x as (
   from a where e.partition_key = a.partition_key and e.execution_id = a.execution_id
   returning e.partition_key, e.execution_id, a.attempt_index, a.lease_epoch),
 v as (
-  insert into ff_lease_event (partition_key, execution_id, event_type, cause, occurred_at_ms, attempt_index, lease_epoch)
+  insert into ff_lease_event
+    (partition_key, execution_id, event_type, cause, occurred_at_ms, attempt_index, lease_epoch)
   select partition_key, execution_id::text, 'expired', 'lease_expiry', ff_now_ms(), attempt_index, lease_epoch from x)
 select count(*) from x
 """
@@ -160,7 +172,9 @@ class Rig:
             "ff_flow_core",
         )
         parts = [
-            await self.sql.fetchval(f"select coalesce(md5(string_agg(t::text, '|' order by t::text)), '') from {table} t")
+            await self.sql.fetchval(
+                f"select coalesce(md5(string_agg(t::text, '|' order by t::text)), '') from {table} t"
+            )
             for table in tables
         ]
         return "/".join(parts)
@@ -169,12 +183,15 @@ class Rig:
 def stale(claim: Claim, *, epoch: int = 0, attempt: int = 0) -> Handle:
     """The claim's handle with another epoch or attempt."""
     lease = read_lease(claim.handle)
-    return mint_handle(
-        ExecutionKey(lease.partition_key, lease.execution_id),
-        lease.attempt_index + attempt,
-        lease.lease_epoch + epoch,
-        lease.lease_ttl_ms,
-        lease.lane,
-        lease.worker_instance_id,
+    return Handle.of_lease(
         HandleKind.FRESH,
+        Lease(
+            lease.partition_key,
+            lease.execution_id,
+            lease.attempt_index + attempt,
+            lease.lease_epoch + epoch,
+            lease.lease_ttl_ms,
+            lease.lane,
+            lease.worker_instance_id,
+        ),
     )

@@ -12,10 +12,8 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 from uuid import UUID
 
-import msgspec
-
 from ffd.core.errors import Validation, ValidationKind
-from ffd.core.ids import ExecutionKey, attempt_uuid, lease_uuid, parse_execution_id, parse_uuid
+from ffd.core.ids import ExecutionKey, attempt_id_text, lease_uuid, parse_execution_id, parse_uuid
 from ffd.core.limits import ID_BYTES_MAX, LANE_BYTES_MAX, LEASE_TTL_MS_MAX
 
 
@@ -53,7 +51,7 @@ _INT8_MAX: Final = 2**63 - 1
 
 
 class Lease(NamedTuple):
-    """What the opaque bytes of a handle say."""
+    """What the opaque bytes of a handle say. Sorts in lock order."""
 
     partition_key: int
     execution_id: UUID
@@ -62,21 +60,70 @@ class Lease(NamedTuple):
     lease_ttl_ms: int
     lane: str
     worker_instance_id: str
-    attempt_id: str
-    lease_id: str
+    given_ids: tuple[str, str] | None = None
 
     @property
     def key(self) -> ExecutionKey:
         """Where the execution lives."""
         return ExecutionKey(self.partition_key, self.execution_id)
 
+    @property
+    def attempt_id(self) -> str:
+        """The attempt's id, as the handle gives it or as it follows from the other fields."""
+        return self.given_ids[0] if self.given_ids else attempt_id_text(self.execution_id, self.attempt_index)
 
-class Handle(msgspec.Struct, frozen=True):
-    """A worker's hold on one attempt. Pass it back to the engine; store it with `encode`."""
+    @property
+    def lease_id(self) -> str:
+        """The lease's id in uuid form."""
+        if self.given_ids:
+            return self.given_ids[1]
+        return str(lease_uuid(self.execution_id, self.attempt_index, self.lease_epoch))
+
+
+class Handle:
+    """A worker's hold on one attempt. Pass it back to the engine; store it with `encode`.
+
+    Immutable; equal when backend, kind and opaque bytes are. The bytes of a handle that never leaves its process
+    are never built: minting one costs nothing on the path of a claim.
+    """
+
+    __slots__ = ("_lease", "_opaque", "backend", "kind")
 
     backend: Backend
     kind: HandleKind
-    opaque: bytes
+    _lease: Lease | None
+    _opaque: bytes | None
+
+    def __init__(self, backend: Backend, kind: HandleKind, opaque: bytes) -> None:
+        _set(self, "backend", backend)
+        _set(self, "kind", kind)
+        _set(self, "_opaque", opaque)
+        _set(self, "_lease", None)
+
+    @classmethod
+    def of_lease(cls, kind: HandleKind, lease: Lease) -> Handle:
+        """The handle of a lease that the database has just granted."""
+        handle = cls.__new__(cls)
+        _set(handle, "backend", Backend.POSTGRES)
+        _set(handle, "kind", kind)
+        _set(handle, "_opaque", None)
+        _set(handle, "_lease", lease)
+        return handle
+
+    @property
+    def opaque(self) -> bytes:
+        """The lease in FlowFabric's layout."""
+        if self._opaque is None:
+            assert self._lease is not None  # noqa: S101  (one of the two is always there)
+            _set(self, "_opaque", encode_opaque(self._lease))
+        return self._opaque  # type: ignore[return-value]  # set just above
+
+    @property
+    def lease(self) -> Lease:
+        """What the opaque bytes say; malformed ones raise, as in `decode`."""
+        if self._lease is None:
+            _set(self, "_lease", _read_opaque(self.backend, self._opaque))
+        return self._lease  # type: ignore[return-value]  # set just above
 
     def encode(self) -> bytes:
         """The kind byte and the opaque bytes."""
@@ -95,66 +142,49 @@ class Handle(msgspec.Struct, frozen=True):
         read_lease(handle)
         return handle
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a handle cannot be changed: {name}")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Handle):
+            return NotImplemented
+        return (self.backend, self.kind, self.opaque) == (other.backend, other.kind, other.opaque)
+
+    def __hash__(self) -> int:
+        return hash((self.backend, self.kind, self.opaque))
+
+    def __repr__(self) -> str:
+        return f"Handle(backend={str(self.backend)!r}, kind={str(self.kind)!r}, opaque={self.opaque!r})"
+
+    def __reduce__(self) -> tuple[type[Handle], tuple[Backend, HandleKind, bytes]]:
+        return (Handle, (self.backend, self.kind, self.opaque))
+
+
+_set = object.__setattr__
+
 
 def _corrupt(detail: str) -> Validation:
     return Validation(ValidationKind.CORRUPTION, detail, "handle")
 
 
-def mint_handle(
-    key: ExecutionKey,
-    attempt_index: int,
-    lease_epoch: int,
-    lease_ttl_ms: int,
-    lane: str,
-    worker_instance_id: str,
-    kind: HandleKind,
-) -> Handle:
-    """The handle of a lease just taken. Attempt id and lease id follow from the other fields."""
-    attempt_id = attempt_uuid(key.execution_id, attempt_index)
-    lease_id = lease_uuid(key.execution_id, attempt_index, lease_epoch)
-    return Handle(
-        Backend.POSTGRES,
-        kind,
-        encode_opaque(
-            str(key),
-            attempt_index,
-            str(attempt_id),
-            str(lease_id),
-            lease_epoch,
-            lease_ttl_ms,
-            lane,
-            worker_instance_id,
-        ),
-    )
-
-
-def encode_opaque(
-    execution_id: str,
-    attempt_index: int,
-    attempt_id: str,
-    lease_id: str,
-    lease_epoch: int,
-    lease_ttl_ms: int,
-    lane: str,
-    worker_instance_id: str,
-) -> bytes:
+def encode_opaque(lease: Lease) -> bytes:
     """The reference's version 2 layout: little-endian integers, strings with a 32-bit length in front."""
-    execution, attempt, lease = execution_id.encode(), attempt_id.encode(), lease_id.encode()
-    lane_bytes, instance = lane.encode(), worker_instance_id.encode()
+    execution, attempt, lease_id = str(lease.key).encode(), lease.attempt_id.encode(), lease.lease_id.encode()
+    lane, instance = lease.lane.encode(), lease.worker_instance_id.encode()
     pack = _LENGTH.pack
     return b"".join(
         (
             _HEADER,
             pack(len(execution)),
             execution,
-            pack(attempt_index),
+            pack(lease.attempt_index),
             pack(len(attempt)),
             attempt,
-            pack(len(lease)),
-            lease,
-            _EPOCH_AND_TTL.pack(lease_epoch, lease_ttl_ms),
-            pack(len(lane_bytes)),
-            lane_bytes,
+            pack(len(lease_id)),
+            lease_id,
+            _EPOCH_AND_TTL.pack(lease.lease_epoch, lease.lease_ttl_ms),
+            pack(len(lane)),
+            lane,
             pack(len(instance)),
             instance,
         )
@@ -162,12 +192,15 @@ def encode_opaque(
 
 
 def read_lease(handle: Handle) -> Lease:
-    """Parse a handle that the caller presented; refuses another backend's and anything malformed."""
+    """The lease in a handle that the caller presented; refuses another backend's and anything malformed."""
     if not isinstance(handle, Handle):
         raise _corrupt("expected a Handle")
-    if handle.backend != Backend.POSTGRES:
-        raise _other_backend(handle.backend)
-    opaque = handle.opaque
+    return handle.lease
+
+
+def _read_opaque(backend: str, opaque: object) -> Lease:
+    if backend != Backend.POSTGRES:
+        raise _other_backend(backend)
     if not isinstance(opaque, bytes) or len(opaque) < 3 or opaque[:2] != _HEADER[:2]:
         raise _corrupt("not a handle: wrong magic or version")
     if opaque[2] != _HEADER[2]:
@@ -175,7 +208,7 @@ def read_lease(handle: Handle) -> Lease:
         raise _corrupt(f"unknown backend tag {opaque[2]}") if other is None else _other_backend(other)
     try:
         return _parse(opaque)
-    except (struct.error, UnicodeDecodeError, IndexError):
+    except (struct.error, UnicodeDecodeError):
         raise _corrupt("truncated or not UTF-8") from None
 
 
@@ -225,6 +258,5 @@ def _parse(opaque: bytes) -> Lease:
         lease_ttl_ms,
         lane,
         worker_instance_id,
-        attempt_id,
-        lease_id,
+        (attempt_id, lease_id),
     )

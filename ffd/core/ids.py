@@ -89,6 +89,7 @@ def lease_uuid(uuid: UUID, attempt_index: int, lease_epoch: int) -> UUID:
     return UUID(int=uuid.int ^ (lease_epoch << 64) ^ (attempt_index << 32))
 
 
-def attempt_uuid(uuid: UUID, attempt_index: int) -> UUID:
+def attempt_id_text(uuid: UUID, attempt_index: int) -> str:
     """The attempt id: the same for every claim of one attempt, another for the next attempt."""
-    return UUID(int=uuid.int ^ (attempt_index + 1))
+    text = str(uuid)
+    return f"{text[:24]}{int(text[24:], 16) ^ (attempt_index + 1):012x}"

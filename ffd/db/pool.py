@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
+import asyncpg.pool
 
-from ffd.core.errors import Unavailable
+from ffd.core.errors import Unavailable, Validation, ValidationKind
 
 if TYPE_CHECKING:
     Connection = asyncpg.Connection[Any]
@@ -23,6 +24,12 @@ else:
     Connection = asyncpg.Connection  # generic in its stubs only
 
 CLOSE_TIMEOUT_S = 5.0
+
+
+def check_connection(connection: object) -> None:
+    """Refuse what the caller presents as its own connection and is none."""
+    if not isinstance(connection, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy):
+        raise Validation(ValidationKind.INVALID_INPUT, "expected an asyncpg connection", "connection")
 
 
 class Pool:
@@ -123,9 +130,9 @@ class Pool:
 
     def release(self, connection: Connection) -> None:
         """Give back a connection whose last command ended cleanly and that is in no transaction."""
-        if connection.is_closed() or connection in self._stale or self._is_closed:
+        if self._is_closed or (self._stale and connection in self._stale):
             self.discard(connection)
-        elif not self._pass_on(connection):
+        elif not self._waiters or not self._pass_on(connection):
             self._busy.discard(connection)
             self._idle.append(connection)
 

@@ -14,6 +14,7 @@ import asyncpg
 from ffd.core.errors import Validation, ValidationKind
 from ffd.core.handles import Handle, read_lease
 from ffd.db.errors import to_engine_error
+from ffd.db.pool import check_connection
 from ffd.db.statement import Statement
 from ffd.ops.fence import CLASSIFY, inconclusive, refusal
 
@@ -31,6 +32,7 @@ HOLD_EXECUTION: Final = Statement(
 async def assert_lease(handle: Handle, connection: asyncpg.Connection[Any]) -> None:
     """Raise unless the lease lives; hold it until the caller's transaction ends."""
     lease = read_lease(handle)
+    check_connection(connection)
     if not connection.is_in_transaction():
         raise Validation(ValidationKind.INVALID_INPUT, "expected a connection inside a transaction", "connection")
     key = (lease.partition_key, lease.execution_id, lease.attempt_index)

@@ -10,13 +10,14 @@ Order: exact for one claim. A batch takes whole sets by the rank of their best e
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Final
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 from ffd.core.checks import check_capabilities, check_int, check_lane, check_text
 from ffd.core.events import LEASE_RINGS
-from ffd.core.handles import HandleKind, mint_handle
-from ffd.core.ids import ExecutionKey, attempt_uuid, lease_id_text
+from ffd.core.handles import Handle, HandleKind, Lease
+from ffd.core.ids import attempt_id_text, lease_id_text
 from ffd.core.limits import BATCH_MAX, LEASE_TTL_MS_MAX, WAIT_MS_MAX
 from ffd.core.records import Claim
 from ffd.db.database import Row
@@ -143,11 +144,11 @@ _KINDS: Final = {
 def read_claim(row: Row, lease_ttl_ms: int, worker_instance_id: str) -> Claim:
     """The claim that a claiming statement's row describes."""
     partition_key, execution_id, lane, attempt_index, payload, raw, lease_epoch, expires_at_ms, how = row
-    key = ExecutionKey(partition_key, execution_id)
+    lease = Lease(partition_key, execution_id, attempt_index, lease_epoch, lease_ttl_ms, lane, worker_instance_id)
     fields = read_raw_fields(raw)
     return Claim(
-        mint_handle(key, attempt_index, lease_epoch, lease_ttl_ms, lane, worker_instance_id, _KINDS[how]),
-        str(key),
+        Handle.of_lease(_KINDS[how], lease),
+        f"{{fp:{partition_key}}}:{execution_id}",
         lane,
         fields.execution_kind,
         fields.namespace,
@@ -156,16 +157,37 @@ def read_claim(row: Row, lease_ttl_ms: int, worker_instance_id: str) -> Claim:
         attempt_index,
         lease_epoch,
         lease_id_text(execution_id, attempt_index, lease_epoch),
-        str(attempt_uuid(execution_id, attempt_index)),
+        attempt_id_text(execution_id, attempt_index),
         expires_at_ms,
     )
 
 
+@lru_cache(maxsize=1024, typed=True)
 def check_worker(worker_id: str, worker_instance_id: str, lease_ttl_ms: int) -> None:
-    """Who claims, and for how long."""
+    """Who claims, and for how long. Workers say the same every time, hence the cache."""
     check_text(worker_id, "worker_id")
     check_text(worker_instance_id, "worker_instance_id")
     check_int(lease_ttl_ms, "lease_ttl_ms", 1, LEASE_TTL_MS_MAX)
+
+
+class Wanted(NamedTuple):
+    """The parameters of a claiming statement."""
+
+    lane: str
+    capabilities: list[str]
+    worker_id: str
+    worker_instance_id: str
+    lease_ttl_ms: int
+
+
+def _check(
+    lane: str, capabilities: Iterable[str], worker_id: str, worker_instance_id: str, lease_ttl_ms: int, wait_ms: int
+) -> Wanted:
+    check_lane(lane)
+    check_worker(worker_id, worker_instance_id, lease_ttl_ms)
+    check_int(wait_ms, "wait_ms", 0, WAIT_MS_MAX)
+    tokens = check_capabilities(capabilities, "capabilities") if capabilities else []
+    return Wanted(lane, tokens, worker_id, worker_instance_id, lease_ttl_ms)
 
 
 async def claim(
@@ -179,8 +201,14 @@ async def claim(
     wait_ms: int,
 ) -> Claim | None:
     """Take the best execution of the lane; None when there is none within `wait_ms`."""
-    claims = await _claim(runtime, CLAIM, lane, (), worker_id, worker_instance_id, capabilities, lease_ttl_ms, wait_ms)
-    return claims[0] if claims else None
+    wanted = _check(lane, capabilities, worker_id, worker_instance_id, lease_ttl_ms, wait_ms)
+    rows = await runtime.db.fetch(CLAIM, *wanted)
+    if not rows and wait_ms:
+        rows = await _wait_for_work(runtime, CLAIM, wanted, (), wait_ms)
+    if not rows:
+        return None
+    runtime.ring(LEASE_RINGS)
+    return read_claim(rows[0], lease_ttl_ms, worker_instance_id)
 
 
 async def claim_many(
@@ -196,55 +224,24 @@ async def claim_many(
 ) -> list[Claim]:
     """Take up to `limit` executions; returns as soon as there is at least one."""
     check_int(limit, "limit", 1, BATCH_MAX)
-    return await _claim(
-        runtime,
-        CLAIM_MANY,
-        lane,
-        (limit,),
-        worker_id,
-        worker_instance_id,
-        capabilities,
-        lease_ttl_ms,
-        wait_ms,
-    )
-
-
-async def _claim(
-    runtime: Runtime,
-    statement: Statement,
-    lane: str,
-    limit: tuple[int, ...],
-    worker_id: str,
-    worker_instance_id: str,
-    capabilities: Iterable[str],
-    lease_ttl_ms: int,
-    wait_ms: int,
-) -> list[Claim]:
-    check_lane(lane)
-    check_worker(worker_id, worker_instance_id, lease_ttl_ms)
-    check_int(wait_ms, "wait_ms", 0, WAIT_MS_MAX)
-    tokens = check_capabilities(capabilities, "capabilities") if capabilities else []
-
-    async def look() -> list[Row]:
-        return await runtime.db.fetch(statement, lane, tokens, worker_id, worker_instance_id, lease_ttl_ms, *limit)
-
-    rows = await look()
+    wanted = _check(lane, capabilities, worker_id, worker_instance_id, lease_ttl_ms, wait_ms)
+    rows = await runtime.db.fetch(CLAIM_MANY, *wanted, limit)
     if not rows and wait_ms:
-        rows = await _wait_for_work(runtime, WaitKey(lane, (statement.name, *tokens)), wait_ms, look)
-    if not rows:
-        return []
-    runtime.ring(LEASE_RINGS)
+        rows = await _wait_for_work(runtime, CLAIM_MANY, wanted, (limit,), wait_ms)
+    if rows:
+        runtime.ring(LEASE_RINGS)
     return [read_claim(row, lease_ttl_ms, worker_instance_id) for row in rows]
 
 
 async def _wait_for_work(
-    runtime: Runtime, key: WaitKey, wait_ms: int, look: Callable[[], Awaitable[list[Row]]]
+    runtime: Runtime, statement: Statement, wanted: Wanted, limit: tuple[int, ...], wait_ms: int
 ) -> list[Row]:
     deadline = time.monotonic() + wait_ms / 1000
     await runtime.listener.ready()
+    key = WaitKey(wanted.lane, tuple(wanted.capabilities))
     with runtime.wakeups.ticket(key) as ticket:
         # The ticket stands before this look, so that work arriving in between rings it.
-        while not (rows := await look()):
+        while not (rows := await runtime.db.fetch(statement, *wanted, *limit)):
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not await ticket.wait(left_s):
                 return []

@@ -44,6 +44,7 @@ from ffd.core.state import PublicState, read_public_state
 from ffd.db.database import Row
 from ffd.db.doorbell import RING
 from ffd.db.errors import to_engine_error
+from ffd.db.pool import check_connection
 from ffd.db.statement import Statement
 from ffd.ops.flow_lock import LOCK_FLOW
 from ffd.ops.raw_fields import encode_raw_fields
@@ -233,6 +234,8 @@ class Session:
     """Where the statements of one create call run: the engine's pool, or the caller's transaction."""
 
     def __init__(self, runtime: Runtime, connection: asyncpg.Connection[Any] | None) -> None:
+        if connection is not None:
+            check_connection(connection)
         self._runtime = runtime
         self._connection = connection
 
@@ -322,7 +325,10 @@ async def _create_member(
             await session.fetch(COUNT_MEMBERS, new.partition_key, flow_id, 1)
         return created
 
-    return await (body(connection) if connection is not None else runtime.db.transact("create", body))
+    if connection is None:
+        return await runtime.db.transact("create", body)
+    check_connection(connection)
+    return await body(connection)
 
 
 async def lock_open_flow(session: Session, partition_key: int, flow_id: UUID) -> None:

@@ -18,6 +18,7 @@ from ffd.core.ids import ExecutionKey
 from ffd.core.limits import BULK_MAX
 from ffd.core.records import Created, NewExecution
 from ffd.core.state import PublicState
+from ffd.db.pool import check_connection
 from ffd.db.statement import Planning, Statement
 from ffd.ops.create import (
     COUNT_MEMBERS,
@@ -115,6 +116,8 @@ async def create_executions(
     runtime: Runtime, executions: Sequence[NewExecution], connection: asyncpg.Connection[Any] | None
 ) -> list[Created]:
     """Create all of them or none; one answer per item, in the order given."""
+    if connection is not None:
+        check_connection(connection)
     drafts = _drafts(executions, runtime.namespace)
     if not drafts:
         return []

@@ -7,7 +7,7 @@ from uuid import UUID
 
 from ffd.core.checks import check_int, check_lane, check_tag_key, check_text
 from ffd.core.errors import NotFound, Validation, ValidationKind
-from ffd.core.ids import ExecutionKey, attempt_uuid, parse_execution_id, parse_uuid, partition_of
+from ffd.core.ids import ExecutionKey, attempt_id_text, parse_execution_id, parse_uuid, partition_of
 from ffd.core.limits import PAGE_MAX, TAG_VALUE_BYTES_MAX
 from ffd.core.records import AttemptSnapshot, ExecutionSnapshot, Page
 from ffd.core.state import PublicState, read_public_state
@@ -160,9 +160,7 @@ async def list_attempts(runtime: Runtime, execution_id: str) -> list[AttemptSnap
     rows = await runtime.db.fetch(ATTEMPTS, *key)
     if not rows and await runtime.db.fetchrow(EXISTS, *key) is None:
         raise NotFound("execution", str(key))
-    return [
-        AttemptSnapshot(attempt_id=str(attempt_uuid(key.execution_id, row["attempt_index"])), **row) for row in rows
-    ]
+    return [AttemptSnapshot(attempt_id=attempt_id_text(key.execution_id, row["attempt_index"]), **row) for row in rows]
 
 
 async def get_execution_result(runtime: Runtime, execution_id: str) -> bytes | None:

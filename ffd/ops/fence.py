@@ -11,7 +11,7 @@ from typing import Final
 
 from ffd.core.errors import Contention, ContentionKind, EngineError, NotFound, State, StateKind
 from ffd.core.handles import Lease
-from ffd.core.ids import attempt_uuid
+from ffd.core.ids import attempt_id_text
 from ffd.core.state import read_public_state
 from ffd.db.database import Row
 from ffd.db.statement import Planning, Statement
@@ -87,7 +87,7 @@ def not_active(row: Row, lease: Lease) -> Contention:
         terminal_outcome=row["outcome"] if state.is_terminal else None,
         lifecycle_phase=row["lifecycle_phase"],
         lease_epoch=row["lease_epoch"],
-        attempt_id=str(attempt_uuid(lease.execution_id, lease.attempt_index)),
+        attempt_id=attempt_id_text(lease.execution_id, lease.attempt_index),
     )
 
 
