@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import anyio
 import asyncpg
@@ -13,8 +13,16 @@ from ffd import Claim, Engine, Handle, HandleKind
 from ffd.core.handles import Lease, read_lease
 from ffd.core.ids import parse_execution_id
 
-WORKER = {"worker_id": "w", "worker_instance_id": "w-1"}
-OTHER = {"worker_id": "other", "worker_instance_id": "other-1"}
+
+class Who(TypedDict):
+    """The worker's part of a claim."""
+
+    worker_id: str
+    worker_instance_id: str
+
+
+WORKER: Who = {"worker_id": "w", "worker_instance_id": "w-1"}
+OTHER: Who = {"worker_id": "other", "worker_instance_id": "other-1"}
 
 # Time stands still in this database until a test moves it; every session sees a move at its next statement.
 MOVABLE_CLOCK = """
@@ -117,7 +125,7 @@ class Rig:
 
     async def core(self, execution_id: str) -> asyncpg.Record:
         """The stored execution."""
-        row = await self.sql.fetchrow(
+        row: asyncpg.Record | None = await self.sql.fetchrow(
             "select * from ff_exec_core where partition_key = $1 and execution_id = $2",
             *parse_execution_id(execution_id),
         )
@@ -137,7 +145,7 @@ class Rig:
 
     async def attempt(self, execution_id: str, index: int = 0) -> asyncpg.Record:
         """A stored attempt."""
-        row = await self.sql.fetchrow(
+        row: asyncpg.Record | None = await self.sql.fetchrow(
             "select * from ff_attempt where partition_key = $1 and execution_id = $2 and attempt_index = $3",
             *parse_execution_id(execution_id),
             index,

@@ -29,7 +29,7 @@ async def test_a_claim_runs_the_execution_under_epoch_one(rig: Rig, clock: Clock
     assert claim.lease_expires_at_ms == now + 5000
     assert claim.handle.kind == HandleKind.FRESH
     assert claim.lease_id == f"pg:{execution_id.split(':', 2)[2]}:0:1"
-    assert UUID(claim.attempt_id)
+    assert str(UUID(claim.attempt_id)) == claim.attempt_id
     assert await rig.state(execution_id) == ("running", "active", "leased", "not_applicable", "running_attempt")
     assert await rig.lease_events(execution_id) == [("acquired", None)]
     snapshot = await rig.engine.describe_execution(execution_id)
