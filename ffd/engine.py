@@ -21,9 +21,9 @@ from typing import Any
 
 import asyncpg
 
-from ffd.config import DatabaseSettings, OutboxSettings
+from ffd.config import DatabaseSettings, OutboxSettings, dsn_problem
 from ffd.core.checks import check_int, check_text
-from ffd.core.errors import ContentionKind, EngineError, StateKind
+from ffd.core.errors import ContentionKind, EngineError, StateKind, Validation, ValidationKind
 from ffd.core.handles import Handle
 from ffd.core.policy import ExecutionPolicy, FailureClass
 from ffd.core.records import (
@@ -104,6 +104,10 @@ class Engine:
         operations and batches use up to `pool_max` connections each, reads up to four, the doorbell and the
         listener one each; all are made when first needed.
         """
+        if dsn is not None:
+            problem = dsn_problem(dsn) if isinstance(dsn, str) else "expected text"
+            if problem is not None:
+                raise Validation(ValidationKind.INVALID_INPUT, problem, "dsn")
         check_int(pool_max, "pool_max", 1, 1000)
         check_int(pool_min, "pool_min", 0, pool_max)
         database = DatabaseSettings(dsn=dsn, pool_min=pool_min, pool_max=pool_max)

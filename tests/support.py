@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, TypedDict
@@ -41,9 +42,12 @@ async def install_clock(sql: asyncpg.Connection[Any]) -> None:
 
 
 async def until(is_so: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Poll until something is so; an assertion error when it does not become so."""
+    """Poll until something is so (a value or an awaitable of one); an assertion error when it never is."""
     deadline = time.monotonic() + timeout_s
-    while not is_so():
+    while True:
+        value = is_so()
+        if await value if inspect.isawaitable(value) else value:
+            return
         assert time.monotonic() < deadline, "it did not happen in time"
         await anyio.sleep(0.005)
 
