@@ -19,26 +19,36 @@ end $$;
 -- leaves public_state behind in many of its paths, hence the wide lists; what it must never do again, such as
 -- reviving an ended execution, is refused here. A function, because an inline CHECK of this size is parsed
 -- again for every statement and costs a quarter of the throughput.
-create function ff_state_ok(phase text, owner text, eligible text, public text, attempt text) returns boolean
+create function ff_state_ok(
+  partition_key smallint, phase text, owner text, eligible text, public text, attempt text) returns boolean
 language plpgsql immutable parallel safe as $$
 begin
+  if partition_key not between 0 and 255 then
+    return false;
+  end if;
   return case phase
+    -- FlowFabric makes a child eligible whose dependencies are met, also while it runs or is suspended.
     when 'active' then
-      owner = 'leased' and eligible = 'not_applicable' and attempt = 'running_attempt'
+      owner = 'leased' and eligible in ('not_applicable', 'eligible_now') and attempt = 'running_attempt'
       and public in ('running', 'active', 'waiting', 'resumable', 'delayed', 'waiting_children')
+    -- It skips a child without touching owner and eligibility.
     when 'terminal' then
-      owner = 'unowned' and eligible = 'not_applicable'
+      ((owner = 'unowned' and eligible = 'not_applicable')
+        or (public = 'skipped' and owner in ('unowned', 'leased', 'released')
+            and eligible in ('not_applicable', 'eligible_now', 'blocked_by_dependencies', 'pending_claim')))
       and attempt in ('attempt_terminal', 'cancelled', 'terminal_failed')
       and public in ('completed', 'failed', 'cancelled', 'expired', 'skipped', 'running', 'active', 'waiting',
                      'resumable', 'delayed', 'waiting_children', 'suspended')
     when 'suspended' then
-      owner in ('released', 'unowned') and eligible = 'not_applicable' and public = 'suspended'
+      owner in ('released', 'unowned') and eligible in ('not_applicable', 'eligible_now')
+      and public = 'suspended'
       and attempt = 'attempt_interrupted'
     when 'cancelled' then
       owner in ('unowned', 'leased', 'released') and eligible in ('not_applicable', 'cancelled')
       and public = 'cancelled'
       and attempt in ('cancelled', 'pending', 'pending_first_attempt', 'pending_retry_attempt',
-                      'pending_replay_attempt', 'attempt_interrupted', 'running_attempt', 'attempt_terminal')
+                      'pending_replay_attempt', 'attempt_interrupted', 'running_attempt', 'attempt_terminal',
+                      'terminal_failed')
     when 'runnable' then
       (owner = 'unowned' or (owner = 'released' and public = 'resumable'))
       and attempt in ('pending_first_attempt', 'pending_retry_attempt', 'pending_replay_attempt',
@@ -72,7 +82,8 @@ begin
   if value::numeric < 0 or value::numeric > 9007199254740991 then
     return fallback;
   end if;
-  number := value::double precision;
+  -- Rounded first: a numeric below the range of a double would raise.
+  number := round(value::numeric, 6)::double precision;
   return number;
 end $$;
 
@@ -101,15 +112,80 @@ begin
   if backoff ->> 'type' = 'fixed' then
     return ff_policy_number(backoff, '{delay_ms}', 1000)::bigint;
   end if;
-  -- The exponent is bounded so that the power cannot overflow.
+  -- Base and exponent are bounded so that the power can neither overflow nor underflow.
   delay := least(
     ff_policy_number(backoff, '{initial_delay_ms}', 1000)
-      * power(least(ff_policy_number(backoff, '{multiplier}', 2), 1000), least(retry_count, 60)),
+      * power(greatest(least(ff_policy_number(backoff, '{multiplier}', 2), 1000), 0.001), least(retry_count, 60)),
     ff_policy_number(backoff, '{max_delay_ms}', 60000));
   if backoff is null or backoff -> 'jitter' = 'true'::jsonb then
     delay := delay * random();
   end if;
   return floor(delay)::bigint;
+end $$;
+
+-- Where a claim looks next: the smallest requirement set after `seen` that could be a subset of `has`. Walking the
+-- lane's sets by it, a claim touches the sets it can serve and one more per gap, however many others there are.
+-- NULL when no such set can exist. Comparisons follow the collation of the index, whatever it is.
+create function ff_next_set(seen text[], has text[]) returns text[]
+language plpgsql immutable parallel safe as $$
+declare
+  token text;
+  smallest text;
+  at int := cardinality(seen) + 1;
+  i int;
+begin
+  if cardinality(has) = 0 then
+    return null;
+  end if;
+  for i in 1 .. cardinality(seen) loop
+    if seen[i] <> all (has) then
+      at := i;
+      exit;
+    end if;
+  end loop;
+  if at > cardinality(seen) then
+    -- A set that can be served: whatever continues it comes next.
+    foreach token in array has loop
+      if smallest is null or token < smallest then
+        smallest := token;
+      end if;
+    end loop;
+    return seen || smallest;
+  end if;
+  -- Nothing that starts with seen[1..at] can be served: go on with the next token at that place, or before it.
+  while at > 0 loop
+    smallest := null;
+    foreach token in array has loop
+      if token > seen[at] and (smallest is null or token < smallest) then
+        smallest := token;
+      end if;
+    end loop;
+    if smallest is not null then
+      return seen[1:at - 1] || smallest;
+    end if;
+    at := at - 1;
+  end loop;
+  return null;
+end $$;
+
+-- The public state of a stored row, whoever wrote it: `ffd.core.state.read_public_state` in SQL, for filters.
+create function ff_public_state(phase text, eligible text, public text, outcome text) returns text
+language plpgsql immutable parallel safe as $$
+begin
+  return case phase
+    when 'terminal' then
+      case when public in ('completed', 'failed', 'expired', 'skipped', 'cancelled') then public
+        else case outcome when 'success' then 'completed' when 'cancelled' then 'cancelled'
+                          when 'expired' then 'expired' when 'interrupted' then 'expired'
+                          when 'skipped' then 'skipped' else 'failed' end
+      end
+    when 'cancelled' then 'cancelled'
+    when 'suspended' then 'suspended'
+    when 'active' then 'running'
+    else case eligible when 'not_eligible_until_time' then 'delayed'
+                       when 'blocked_by_dependencies' then 'waiting_children'
+                       else case public when 'resumable' then 'resumable' else 'waiting' end end
+  end;
 end $$;
 
 -- Executions ---------------------------------------------------------------------------------------------------
@@ -152,7 +228,7 @@ create table ff_exec_core (
   state_since_ms        bigint,
   primary key (partition_key, execution_id),
   constraint ff_exec_core_state check (
-    ff_state_ok(lifecycle_phase, ownership_state, eligibility_state, public_state, attempt_state))
+    ff_state_ok(partition_key, lifecycle_phase, ownership_state, eligibility_state, public_state, attempt_state))
 ) with (
   autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0,
   autovacuum_analyze_scale_factor = 0.02, autovacuum_analyze_threshold = 500, vacuum_index_cleanup = on);
@@ -163,12 +239,13 @@ create index ff_exec_core_claim on ff_exec_core
   (lane_id, required_capabilities, priority desc, created_at_ms, execution_id)
   where lifecycle_phase in ('runnable', 'submitted') and eligibility_state = 'eligible_now';
 create index ff_exec_core_flow on ff_exec_core (partition_key, flow_id, execution_id) where flow_id is not null;
-create index ff_exec_core_delay on ff_exec_core (partition_key, (coalesce(delay_until_ms, deadline_at_ms)))
+-- A delayed row without any time is due at once: nobody else would ever find it.
+create index ff_exec_core_delay on ff_exec_core (partition_key, (coalesce(delay_until_ms, deadline_at_ms, 0)))
   where eligibility_state = 'not_eligible_until_time';
 create index ff_exec_core_deadline on ff_exec_core (partition_key, deadline_at_ms)
   where deadline_at_ms is not null and terminal_at_ms is null;
 create index ff_exec_core_terminal on ff_exec_core (partition_key, terminal_at_ms) where terminal_at_ms is not null;
-create index ff_exec_core_list on ff_exec_core (public_state, execution_id);
+create index ff_exec_core_list on ff_exec_core (public_state, execution_id, partition_key);
 
 create table ff_attempt (
   partition_key       smallint not null,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from ffd.core.errors import Validation, ValidationKind
@@ -36,7 +36,7 @@ def check_lane(lane: object, field: str = "lane") -> str:
     """A lane: 1..64 printable ASCII characters."""
     if not isinstance(lane, str) or _LANE.fullmatch(lane) is None:
         raise _bad(field, f"expected 1..{LANE_BYTES_MAX} printable ASCII characters")
-    return lane
+    return str(lane)
 
 
 def check_text(text: object, field: str, bytes_max: int = ID_BYTES_MAX, *, may_be_empty: bool = False) -> str:
@@ -50,14 +50,18 @@ def check_text(text: object, field: str, bytes_max: int = ID_BYTES_MAX, *, may_b
     if size > bytes_max or (not size and not may_be_empty) or "\0" in text:
         low = 0 if may_be_empty else 1
         raise _bad(field, f"expected {low}..{bytes_max} bytes of text without NUL")
-    return text
+    # A subclass of str is taken at its value: encoders downstream know only the real one.
+    return text if type(text) is str else str.__str__(text)
 
 
 def check_bytes(data: object, field: str, bytes_max: int) -> bytes:
     """A bounded byte string."""
     if not isinstance(data, bytes | bytearray | memoryview):
         raise _bad(field, "expected bytes")
-    data = bytes(data)
+    try:
+        data = bytes(data)
+    except ValueError:
+        raise _bad(field, "the memoryview has been released") from None
     if len(data) > bytes_max:
         raise _bad(field, f"{len(data)} bytes, at most {bytes_max} are allowed", ValidationKind.PAYLOAD_TOO_LARGE)
     return data
@@ -85,7 +89,8 @@ def clamp_priority(priority: object) -> int:
 def check_capabilities(tokens: object, field: str) -> list[str]:
     """A set of capability tokens, sorted and without repeats (the claim index keys on the sorted list)."""
     kind = ValidationKind.INVALID_CAPABILITIES
-    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+    # Sized, so that an endless iterator is refused and not walked.
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Collection):
         raise _bad(field, "expected a sequence of tokens", kind)
     unique = set()
     for token in tokens:
@@ -111,7 +116,7 @@ def check_tag_key(key: object, field: str = "tags") -> str:
             f"a key must look like namespace.name (lower case, digits, underscores; {TAG_KEY_BYTES_MAX} bytes)",
             ValidationKind.INVALID_TAG_KEY,
         )
-    return key
+    return str.__str__(key)
 
 
 def check_tags(tags: object) -> dict[str, str]:

@@ -12,9 +12,10 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 from uuid import UUID
 
+from ffd.core.checks import check_lane, check_text
 from ffd.core.errors import Validation, ValidationKind
 from ffd.core.ids import ExecutionKey, attempt_id_text, lease_uuid, parse_execution_id, parse_uuid
-from ffd.core.limits import ID_BYTES_MAX, LANE_BYTES_MAX, LEASE_TTL_MS_MAX
+from ffd.core.limits import LEASE_TTL_MS_MAX
 
 
 class Backend(StrEnum):
@@ -50,8 +51,11 @@ _INT4_MAX: Final = 2**31 - 1
 _INT8_MAX: Final = 2**63 - 1
 
 
+Fence = tuple[int, UUID, int, int]
+
+
 class Lease(NamedTuple):
-    """What the opaque bytes of a handle say. Sorts in lock order."""
+    """What the opaque bytes of a handle say."""
 
     partition_key: int
     execution_id: UUID
@@ -66,6 +70,11 @@ class Lease(NamedTuple):
     def key(self) -> ExecutionKey:
         """Where the execution lives."""
         return ExecutionKey(self.partition_key, self.execution_id)
+
+    @property
+    def fence(self) -> Fence:
+        """What every owner's write names: execution, attempt and epoch. Sorts in lock order."""
+        return self[:4]
 
     @property
     def attempt_id(self) -> str:
@@ -113,10 +122,9 @@ class Handle:
     @property
     def opaque(self) -> bytes:
         """The lease in FlowFabric's layout."""
-        if self._opaque is None:
-            assert self._lease is not None  # noqa: S101  (one of the two is always there)
+        if self._opaque is None and self._lease is not None:
             _set(self, "_opaque", encode_opaque(self._lease))
-        return self._opaque  # type: ignore[return-value]  # set just above
+        return self._opaque  # type: ignore[return-value]  # one of the two is always there
 
     @property
     def lease(self) -> Lease:
@@ -127,6 +135,8 @@ class Handle:
 
     def encode(self) -> bytes:
         """The kind byte and the opaque bytes."""
+        if self.kind not in _KIND_BYTES or not isinstance(self.opaque, bytes):
+            raise _corrupt("not a handle that the engine made")
         return _KIND_BYTES[self.kind] + self.opaque
 
     @classmethod
@@ -240,16 +250,14 @@ def _parse(opaque: bytes) -> Lease:
         raise _corrupt("trailing bytes")
     if attempt_index > _INT4_MAX or lease_epoch > _INT8_MAX or not 1 <= lease_ttl_ms <= LEASE_TTL_MS_MAX:
         raise _corrupt("a number is out of range")
-    if not 1 <= len(lane.encode()) <= LANE_BYTES_MAX:
-        raise _corrupt("the lane is out of range")
-    if not 1 <= len(worker_instance_id.encode()) <= ID_BYTES_MAX:
-        raise _corrupt("the worker instance id is out of range")
     try:
+        check_lane(lane)
+        check_text(worker_instance_id, "worker_instance_id")
         key = parse_execution_id(execution_id)
         parse_uuid(attempt_id, "attempt_id")
         parse_uuid(lease_id, "lease_id")
     except Validation:
-        raise _corrupt("an id is malformed") from None
+        raise _corrupt("an id or the lane is malformed") from None
     return Lease(
         key.partition_key,
         key.execution_id,

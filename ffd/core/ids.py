@@ -17,6 +17,7 @@ from ffd.core.errors import Validation, ValidationKind
 from ffd.core.limits import PARTITIONS
 
 _EXECUTION_ID: Final = re.compile(r"\{fp:(0|[1-9][0-9]{0,2})\}:([0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})")
+_UUID: Final = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _LEASE_ID: Final = re.compile(r"pg:([0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}):([0-9]{1,10}):([0-9]{1,19})")
 
 
@@ -65,11 +66,8 @@ def parse_execution_id(text: object, field: str = "execution_id") -> ExecutionKe
 
 def parse_uuid(text: object, field: str) -> UUID:
     """Read a bare uuid in its canonical text form."""
-    if isinstance(text, str) and len(text) == 36:
-        try:
-            return UUID(text)
-        except ValueError:
-            pass
+    if isinstance(text, str) and _UUID.fullmatch(text) is not None:
+        return UUID(text)
     raise Validation(ValidationKind.INVALID_INPUT, "expected a uuid such as 0190…-…-…-…-…", field)
 
 

@@ -28,6 +28,8 @@ PRIORITY_MAX: Final = 9000
 
 PAGE_MAX: Final = 1000
 BULK_MAX: Final = 10_000
+# All payloads or results of one bulk call; PostgreSQL's own limit for one message is 1 GiB.
+BULK_BYTES_MAX: Final = 128 * 1024 * 1024
 BATCH_MAX: Final = 1000
 
 LEASE_TTL_MS_MAX: Final = 86_400_000

@@ -6,7 +6,6 @@ by the database (`ff_retry_delay_ms`), on the stored row: no caller can widen it
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 from typing import Any
 
@@ -81,7 +80,7 @@ def _backoff_document(backoff: object) -> dict[str, Any]:
             _check_int(initial_ms, "retry.backoff.initial_ms", 0, DURATION_MS_MAX)
             _check_int(max_ms, "retry.backoff.max_ms", 0, DURATION_MS_MAX)
             is_number = isinstance(multiplier, int | float) and not isinstance(multiplier, bool)
-            if not is_number or not math.isfinite(multiplier) or not 1 <= multiplier <= BACKOFF_MULTIPLIER_MAX:
+            if not is_number or not 1 <= multiplier <= BACKOFF_MULTIPLIER_MAX:  # NaN fails the comparison too
                 raise _bad("retry.backoff.multiplier", f"expected a number in 1..{BACKOFF_MULTIPLIER_MAX:.0f}")
             if type(jitter) is not bool:
                 raise _bad("retry.backoff.jitter", "expected true or false")

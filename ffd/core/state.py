@@ -167,6 +167,7 @@ _OUTCOME_SAYS: Final = {
     "failure": PublicState.FAILED,
     "cancelled": PublicState.CANCELLED,
     "expired": PublicState.EXPIRED,
+    "interrupted": PublicState.EXPIRED,
     "skipped": PublicState.SKIPPED,
 }
 

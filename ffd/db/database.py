@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
 import asyncpg
 
@@ -37,9 +38,19 @@ _KEYED: Final = {
 _PLANNING: Final[dict[Planning, dict[str, str]]] = {
     Planning.GENERIC: {**_KEYED, "plan_cache_mode": "force_generic_plan"},
     Planning.CUSTOM: {**_KEYED, "plan_cache_mode": "force_custom_plan"},
-    Planning.READ: {"plan_cache_mode": "force_custom_plan"},
+    Planning.READ: {**_KEYED, "plan_cache_mode": "force_custom_plan"},
 }
 READ_CONNECTIONS_MAX: Final = 4
+
+_databases: WeakSet[Database] = WeakSet()
+
+
+def _connections(state: str) -> float:
+    return float(sum(getattr(pool, state) for database in _databases for pool in database.pools()))
+
+
+POOL_CONNECTIONS.labels("idle").set_function(partial(_connections, "idle"))
+POOL_CONNECTIONS.labels("busy").set_function(partial(_connections, "busy"))
 
 
 def session_settings(settings: DatabaseSettings, planning: Planning) -> dict[str, str]:
@@ -96,20 +107,26 @@ class Database:
             )
             for planning, size in sizes.items()
         }
-        POOL_CONNECTIONS.labels("idle").set_function(lambda: sum(p.idle for p in self._pools.values()))
-        POOL_CONNECTIONS.labels("busy").set_function(lambda: sum(p.busy for p in self._pools.values()))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        _databases.add(self)
 
     async def open(self) -> None:
         """Reach the server once, so that a wrong address fails here and not in the first operation."""
+        self._loop = asyncio.get_running_loop()
         try:
             await self._pools[Planning.GENERIC].warm(max(1, self.settings.pool_min))
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, ValueError) as error:
-            raise to_engine_error(error, "connect") or Unavailable("connect", str(error)) from error
+            # Never the text: an address that cannot be parsed may hold a password anywhere.
+            raise to_engine_error(error, "connect") or Unavailable("connect", type(error).__name__) from None
 
     async def close(self) -> None:
         """Close every connection."""
         for pool in self._pools.values():
             await pool.close()
+
+    def pools(self) -> list[Pool]:
+        """All of them."""
+        return list(self._pools.values())
 
     def pool(self, planning: Planning) -> Pool:
         """The connections of one kind, for tests and metrics."""
@@ -117,7 +134,7 @@ class Database:
 
     def _settle(self, pool: Pool, connection: Connection, error: BaseException) -> None:
         """After a failed statement: keep the connection only if the server is known to be done with it."""
-        if is_connection_clean(error) and not connection.is_in_transaction():
+        if is_connection_clean(error) and not connection.is_closed() and not connection.is_in_transaction():
             pool.release(connection)
             return
         pool.discard(connection)
@@ -136,16 +153,22 @@ class Database:
             raise error
         raise engine_error from error
 
+    async def _acquire(self, pool: Pool, op: str) -> Connection:
+        """A connection when none was idle; what goes wrong in making one comes out as the engine's error."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise Unavailable(op, "an engine belongs to the event loop that opened it; open another one here")
+        try:
+            return await pool.acquire()
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            raise to_engine_error(error, op) or error from error
+
     async def fetch(self, statement: Statement, *args: Any) -> list[Row]:
         """Run one statement in its own transaction: one round trip. The rows it returns."""
         pool = self._pools[statement.planning]
         tries = 0
         while True:
             tries += 1
-            try:
-                connection = pool.take_idle() or await pool.acquire()
-            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-                raise to_engine_error(error, statement.name) or error from error
+            connection = pool.take_idle(self._loop) or await self._acquire(pool, statement.name)
             try:
                 rows = await connection.fetch(statement.sql, *args)
             except BaseException as error:  # noqa: BLE001  (settled, then always raised or retried)
@@ -174,10 +197,7 @@ class Database:
         tries = 0
         while True:
             tries += 1
-            try:
-                connection = pool.take_idle() or await pool.acquire()
-            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-                raise to_engine_error(error, op) or error from error
+            connection = pool.take_idle(self._loop) or await self._acquire(pool, op)
             try:
                 await connection.execute("begin")
                 result = await body(connection)
@@ -196,7 +216,11 @@ class Database:
         """Undo after a refusal by the engine or the server; the connection is healthy and kept."""
         try:
             await connection.execute("rollback")
+        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            # Lost meanwhile, and the transaction with it: the first error is what the caller must hear.
+            pool.discard(connection)
         except BaseException:
             pool.discard(connection)
             raise
-        pool.release(connection)
+        else:
+            pool.release(connection)

@@ -12,8 +12,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
-import asyncpg
-
 from ffd.db.pool import Connection
 from ffd.db.statement import Statement
 from ffd.telemetry.logging import get_logger
@@ -82,7 +80,7 @@ class Doorbell:
                 self._connection = await self._connect()
             channels, payloads = zip(*rings, strict=True)
             await self._connection.fetch(RING.sql, channels, payloads)
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        except Exception as error:  # noqa: BLE001  (this task must outlive whatever a connection does)
             DOORBELL_FAILURES.inc(len(rings))
             _log.warning("doorbell_failed", error=type(error).__name__, rings=len(rings))
             if self._connection is not None:

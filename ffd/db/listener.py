@@ -13,8 +13,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-import asyncpg
-
+from ffd.core.errors import Unavailable
 from ffd.core.events import Channel
 from ffd.db.pool import Connection
 from ffd.telemetry.logging import get_logger
@@ -42,14 +41,17 @@ class Listener:
         self._callbacks: dict[str, list[Callback]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = asyncio.Event()
+        self._is_closed = False
         self.is_connected = False
 
     def subscribe(self, channel: Channel, callback: Callback) -> None:
         """Call `callback` for notifications on `channel`, after a reconnect, and once per poll interval."""
         self._callbacks.setdefault(channel.value, []).append(callback)
 
-    async def ready(self) -> None:
-        """Start if need be, and wait until the first connect has worked or failed."""
+    async def ready(self, timeout_s: float) -> None:
+        """Start if need be, and wait until the first connect has worked or failed; polling needs no connection."""
+        if self._is_closed:
+            raise Unavailable("listen", "the engine is closed")
         if not self._tasks:
             loop = asyncio.get_running_loop()
             self._tasks.append(loop.create_task(self._poll(), name="ffd poll"))
@@ -57,14 +59,16 @@ class Listener:
                 self._tasks.append(loop.create_task(self._listen(), name="ffd listener"))
             else:
                 self._settled.set()
-        await self._settled.wait()
+        if not self._settled.is_set():
+            await asyncio.wait({asyncio.ensure_future(self._settled.wait())}, timeout=timeout_s)
 
     async def close(self) -> None:
         """Stop listening and polling."""
+        self._is_closed = True
+        self._settled.set()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
 
     def _tell_all(self) -> None:
         for callbacks in self._callbacks.values():
@@ -82,27 +86,24 @@ class Listener:
         while True:
             try:
                 connection = await self._connect()
-            except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-                self._settled.set()
-                pause = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
-                if failures == 0:
-                    _log.warning("listen_failed", error=type(error).__name__, falls_back_to="polling")
-                failures += 1
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311  (not a secret)
-                continue
-            failures = 0
-            try:
-                await self._serve(connection)
-            except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-                _log.warning("listen_lost", error=type(error).__name__, falls_back_to="polling")
+                try:
+                    await self._serve(connection)
+                finally:
+                    connection.terminate()
+            except Exception as error:  # noqa: BLE001  (this task must outlive whatever a connection does)
+                failures = 0 if self.is_connected else failures + 1
+                if failures <= 1:
+                    _log.warning("listen_lost", error=type(error).__name__, falls_back_to="polling")
             finally:
+                self._settled.set()
                 self.is_connected = False
                 LISTEN_CONNECTED.set(0)
-                connection.terminate()
             LISTEN_RECONNECTS.inc()
+            pause = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311  (not a secret)
 
     async def _serve(self, connection: Connection) -> None:
-        """LISTEN first, then catch up, then healthy; probe until it breaks."""
+        """LISTEN first, then catch up, then healthy; probe until it breaks, which always raises."""
         lost = asyncio.get_running_loop().create_future()
 
         def on_lost(_connection: Any) -> None:

@@ -47,6 +47,7 @@ class Pool:
         self._waiters: deque[asyncio.Future[Connection | None]] = deque()
         self._stale: set[Connection] = set()
         self._closing: set[asyncio.Task[None]] = set()
+        self._opening: set[asyncio.Task[Connection]] = set()
         self._is_closed = False
 
     @property
@@ -59,9 +60,9 @@ class Pool:
         """Connections in use or being made."""
         return len(self._busy) + self._connecting
 
-    def take_idle(self) -> Connection | None:
-        """A live idle connection, without waiting; the common case of `acquire`."""
-        while self._idle:
+    def take_idle(self, loop: asyncio.AbstractEventLoop | None) -> Connection | None:
+        """A live idle connection, without waiting; the common case of `acquire`. None on another event loop."""
+        while self._idle and loop is asyncio.get_running_loop():
             connection = self._idle.pop()
             if not connection.is_closed():
                 self._busy.add(connection)
@@ -75,7 +76,7 @@ class Pool:
                 while True:
                     if self._is_closed:
                         raise Unavailable("acquire", "the engine is closed")
-                    connection = self.take_idle()
+                    connection = self.take_idle(asyncio.get_running_loop())
                     if connection is not None:
                         return connection
                     if len(self._busy) + self._connecting < self._size_max:
@@ -92,6 +93,21 @@ class Pool:
 
     async def _open(self) -> Connection:
         self._connecting += 1
+        # A task of its own: whoever asked may be cancelled, the connection then serves the next.
+        task = asyncio.get_running_loop().create_task(self._make(), name="ffd connect")
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+        try:
+            connection = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._adopt)
+            raise
+        if self._is_closed:
+            self.discard(connection)
+            raise Unavailable("acquire", "the engine is closed")
+        return connection
+
+    async def _make(self) -> Connection:
         try:
             connection = await self._connect()
         except BaseException:
@@ -101,6 +117,10 @@ class Pool:
         self._connecting -= 1
         self._busy.add(connection)
         return connection
+
+    def _adopt(self, task: asyncio.Task[Connection]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self.release(task.result())
 
     async def _wait(self) -> Connection | None:
         waiter: asyncio.Future[Connection | None] = asyncio.get_running_loop().create_future()
@@ -171,11 +191,13 @@ class Pool:
         self._is_closed = True
         while self._pass_on(None):
             pass
+        for task in list(self._opening):
+            task.cancel()
         self.invalidate()
         for connection in list(self._busy):
             self.discard(connection)
-        while self._closing:
-            await asyncio.wait(self._closing)
+        while self._closing or self._opening:
+            await asyncio.wait(self._closing | self._opening)
 
 
 async def _close(connection: Connection) -> None:

@@ -15,8 +15,8 @@ class Planning(StrEnum):
     """How the server should plan a statement; each has its own connections (see `ffd.db.database`).
 
     `GENERIC`: one row by its key, planned once per connection. `CUSTOM`: batches over arrays, planned per call,
-    because a plan cached over an empty table may scan a whole index later. `READ`: users' lists and reports,
-    with the planner's own choices.
+    because a plan cached over an empty table may scan a whole index later. `READ`: lists and reports, planned
+    the same way on connections of their own, so that a slow list never keeps a batch waiting.
     """
 
     GENERIC = "generic"

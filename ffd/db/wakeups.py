@@ -12,6 +12,8 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ffd.core.errors import Unavailable
+
 
 class WaitKey(NamedTuple):
     """What a waiter looks for. Waiters with equal keys can stand in for each other."""
@@ -60,10 +62,13 @@ class Wakeups:
 
     def __init__(self) -> None:
         self._lanes: dict[str, dict[WaitKey, list[Ticket]]] = {}
+        self._is_closed = False
 
     @contextmanager
     def ticket(self, key: WaitKey) -> Iterator[Ticket]:
         """Queue up. On leaving, a ring that was not used goes to the next in line."""
+        if self._is_closed:
+            raise Unavailable("wait", "the engine is closed")
         ticket = Ticket()
         keys = self._lanes.setdefault(key.lane, {})
         tickets = keys.setdefault(key, [])
@@ -85,6 +90,14 @@ class Wakeups:
             if not ticket.is_rung:
                 ticket.ring()
                 return
+
+    def close(self) -> None:
+        """Send every waiter to look once more; they find the engine closed."""
+        self._is_closed = True
+        for keys in self._lanes.values():
+            for tickets in keys.values():
+                for ticket in tickets:
+                    ticket.ring()
 
     def on_ring(self, lane: str | None) -> None:
         """A ring for a lane, or for all of them (None): one waiter per key looks."""

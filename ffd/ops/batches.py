@@ -1,7 +1,7 @@
 """Batches of handles: parsed, sorted into lock order, each answered in the order it was given.
 
-A handle that cannot be parsed is answered with its error and does not disturb the others; the same handle twice
-is asked once and answered twice.
+A handle that cannot be parsed is answered with its error and does not disturb the others; the same fence twice is
+asked once and answered twice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from ffd.core.errors import EngineError, Validation, ValidationKind
-from ffd.core.handles import Handle, Lease, read_lease
+from ffd.core.handles import Fence, Handle, Lease, read_lease
 from ffd.core.limits import BATCH_MAX
 from ffd.db.database import Row
 from ffd.db.statement import Statement
@@ -41,17 +41,20 @@ class Batch(Generic[T]):
                 ValidationKind.INVALID_INPUT, f"{len(handles)} items, at most {BATCH_MAX} are allowed", field
             )
         batch: Batch[Any] = cls(len(handles))
-        given: dict[Lease, list[int]] = {}
+        given: dict[Fence, tuple[Lease, list[int]]] = {}
         for at, handle in enumerate(handles):
             try:
-                given.setdefault(read_lease(handle), []).append(at)
+                lease = read_lease(handle)
             except Validation as error:
                 batch._errors[at] = error
-        batch.leases = sorted(given)
-        batch._answers = [_OPEN] * len(batch.leases)
-        for position, lease in enumerate(batch.leases):
-            for at in given[lease]:
+            else:
+                given.setdefault(lease.fence, (lease, []))[1].append(at)
+        for position, fence in enumerate(sorted(given)):
+            lease, places = given[fence]
+            batch.leases.append(lease)
+            for at in places:
                 batch._position_of[at] = position
+        batch._answers = [_OPEN] * len(batch.leases)
         return batch
 
     def first_given(self, values: Sequence[Any]) -> list[Any]:

@@ -27,9 +27,10 @@ from ffd.ops.raw_fields import read_raw_fields
 from ffd.ops.runtime import Runtime
 
 # Shared by every statement that takes a lease. Each has a CTE `c` of locked executions with the columns of
-# [[candidate columns]], and the parameters $3 worker_id, $4 worker_instance_id, $5 lease_ttl_ms.
+# [[candidate columns]] and the time as `now`, and the parameters $3 worker_id, $4 worker_instance_id, $5 lease_ttl_ms.
 CLAIM_PHRASES: Final = {
-    # The lane's distinct requirement sets, each with the rank of its best execution: one index probe per set.
+    # The lane's requirement sets that this worker may satisfy, each with the rank of its best execution: one
+    # index probe per set, and one per gap of sets that it cannot (ff_next_set).
     "sets": """
       s(rc, pr, cr) as (
         (select required_capabilities, priority, created_at_ms from ff_exec_core
@@ -38,24 +39,24 @@ CLAIM_PHRASES: Final = {
         union all
         select n.required_capabilities, n.priority, n.created_at_ms from s cross join lateral (
           select required_capabilities, priority, created_at_ms from ff_exec_core
-          where lane_id = $1 and [[claimable]] and required_capabilities > s.rc
+          where lane_id = $1 and [[claimable]] and required_capabilities >= ff_next_set(s.rc, $2)
           order by required_capabilities, priority desc, created_at_ms, execution_id limit 1) n)""",
     # An interrupted attempt goes on; whether its worker was lost decides what the new one is told.
     "candidate columns": """
-      partition_key, execution_id, attempt_index, lease_epoch, policy, ff_now_ms() as now,
+      partition_key, execution_id, attempt_index, lease_epoch, policy,
       case when attempt_state <> 'attempt_interrupted' then 'fresh'
            when interruption in ('lease_expiry', 'operator')
              or (interruption is null and public_state <> 'resumable') then 'reclaimed'
            else 'resumed' end as how""",
-    # The epoch grows from the counter on the locked execution. The predecessor's epoch is only a lower bound,
-    # for attempts that FlowFabric workers failed without touching the counter. In key order: no deadlocks.
+    # The epoch grows from the counter on the locked execution. Earlier attempts' epochs are only a lower bound,
+    # for those that FlowFabric workers failed without touching the counter. In key order: no deadlocks.
     "open attempts": """
       insert into ff_attempt as t (partition_key, execution_id, attempt_index, worker_id, worker_instance_id,
                                    lease_epoch, lease_expires_at_ms, started_at_ms, timeout_at_ms)
       select c.partition_key, c.execution_id, c.attempt_index, $3, $4,
              1 + greatest(c.lease_epoch, case when c.attempt_index > 0 then (
-                   select p.lease_epoch from ff_attempt p where p.partition_key = c.partition_key
-                   and p.execution_id = c.execution_id and p.attempt_index = c.attempt_index - 1) end),
+                   select max(p.lease_epoch) from ff_attempt p where p.partition_key = c.partition_key
+                   and p.execution_id = c.execution_id and p.attempt_index < c.attempt_index) end),
              c.now + $5, c.now,
              c.now + case when c.policy is not null
                      then ff_policy_number(c.policy, '{timeout_policy,attempt_timeout_ms}', null)::bigint end
@@ -90,9 +91,9 @@ CLAIM: Final = Statement(
     with recursive [[sets]],
     -- The best unlocked execution among the sets this worker satisfies. Materialized: it locks exactly one row.
     c as materialized (
-      select x.* from (select rc from s where rc <@ $2::text[] order by pr desc, cr) m
+      select x.* from (select rc from s where rc <@ $2 order by pr desc, cr) m
       cross join lateral (
-        select [[candidate columns]] from ff_exec_core
+        select [[candidate columns]], ff_now_ms() as now from ff_exec_core
         where lane_id = $1 and [[claimable]] and required_capabilities = m.rc
         order by priority desc, created_at_ms, execution_id limit 1
         for no key update skip locked) x
@@ -114,9 +115,9 @@ CLAIM_MANY: Final = Statement(
     """
     with recursive [[sets]],
     c as materialized (
-      select x.* from (select rc from s where rc <@ $2::text[] order by pr desc, cr) m
+      select x.* from (select rc from s where rc <@ $2 order by pr desc, cr) m
       cross join lateral (
-        select [[candidate columns]] from ff_exec_core
+        select [[candidate columns]], ff_now_ms() as now from ff_exec_core
         where lane_id = $1 and [[claimable]] and required_capabilities = m.rc
         order by priority desc, created_at_ms, execution_id limit $6
         for no key update skip locked) x
@@ -163,11 +164,20 @@ def read_claim(row: Row, lease_ttl_ms: int, worker_instance_id: str) -> Claim:
 
 
 @lru_cache(maxsize=1024, typed=True)
-def check_worker(worker_id: str, worker_instance_id: str, lease_ttl_ms: int) -> None:
+def _check_worker(worker_id: object, worker_instance_id: object, lease_ttl_ms: object) -> tuple[str, str, int]:
+    return (
+        check_text(worker_id, "worker_id"),
+        check_text(worker_instance_id, "worker_instance_id"),
+        check_int(lease_ttl_ms, "lease_ttl_ms", 1, LEASE_TTL_MS_MAX),
+    )
+
+
+def check_worker(worker_id: object, worker_instance_id: object, lease_ttl_ms: object) -> tuple[str, str, int]:
     """Who claims, and for how long. Workers say the same every time, hence the cache."""
-    check_text(worker_id, "worker_id")
-    check_text(worker_instance_id, "worker_instance_id")
-    check_int(lease_ttl_ms, "lease_ttl_ms", 1, LEASE_TTL_MS_MAX)
+    try:
+        return _check_worker(worker_id, worker_instance_id, lease_ttl_ms)
+    except TypeError:  # unhashable, so certainly not valid: the uncached checks name the field
+        return _check_worker.__wrapped__(worker_id, worker_instance_id, lease_ttl_ms)
 
 
 class Wanted(NamedTuple):
@@ -183,11 +193,11 @@ class Wanted(NamedTuple):
 def _check(
     lane: str, capabilities: Iterable[str], worker_id: str, worker_instance_id: str, lease_ttl_ms: int, wait_ms: int
 ) -> Wanted:
-    check_lane(lane)
-    check_worker(worker_id, worker_instance_id, lease_ttl_ms)
+    lane = check_lane(lane)
+    worker = check_worker(worker_id, worker_instance_id, lease_ttl_ms)
     check_int(wait_ms, "wait_ms", 0, WAIT_MS_MAX)
-    tokens = check_capabilities(capabilities, "capabilities") if capabilities else []
-    return Wanted(lane, tokens, worker_id, worker_instance_id, lease_ttl_ms)
+    tokens = [] if capabilities == () else check_capabilities(capabilities, "capabilities")
+    return Wanted(lane, tokens, *worker)
 
 
 async def claim(
@@ -237,13 +247,18 @@ async def _wait_for_work(
     runtime: Runtime, statement: Statement, wanted: Wanted, limit: tuple[int, ...], wait_ms: int
 ) -> list[Row]:
     deadline = time.monotonic() + wait_ms / 1000
-    await runtime.listener.ready()
+    await runtime.listener.ready(wait_ms / 1000)
     key = WaitKey(wanted.lane, tuple(wanted.capabilities))
     with runtime.wakeups.ticket(key) as ticket:
-        # The ticket stands before this look, so that work arriving in between rings it.
-        while not (rows := await runtime.db.fetch(statement, *wanted, *limit)):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not await ticket.wait(left_s):
-                return []
+        try:
+            # The ticket stands before this look, so that work arriving in between rings it.
+            while not (rows := await runtime.db.fetch(statement, *wanted, *limit)):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not await ticket.wait(left_s):
+                    return []
+        except BaseException:
+            # The ring may have been for work that this waiter now leaves behind.
+            runtime.wakeups.pass_on(key)
+            raise
         runtime.wakeups.pass_on(key)
         return rows

@@ -10,7 +10,7 @@ from ffd.core.checks import check_bytes
 from ffd.core.errors import EngineError, Validation, ValidationKind
 from ffd.core.events import ENDED_RINGS
 from ffd.core.handles import Handle, Lease, read_lease
-from ffd.core.limits import RESULT_BYTES_MAX
+from ffd.core.limits import BATCH_MAX, BULK_BYTES_MAX, RESULT_BYTES_MAX
 from ffd.db.database import Row
 from ffd.db.pool import Connection
 from ffd.db.statement import Planning, Statement
@@ -20,8 +20,10 @@ from ffd.ops.flow_lock import lock_flow
 from ffd.ops.runtime import Runtime
 
 _PHRASES: Final = {
-    # The execution is locked, the attempt's own update carries the fence, the execution's update is fed by it.
+    # The execution is locked; then the clock is read, because the lock may have taken its time; the attempt's own
+    # update carries the fence; the execution's update is fed by it.
     "end attempt": """
+      l as materialized (select ff_now_ms() as now from k),
       a as (
         update ff_attempt t
         set outcome = 'success', terminal_at_ms = l.now, lease_expires_at_ms = null, timeout_at_ms = null
@@ -49,8 +51,8 @@ _PHRASES: Final = {
 COMPLETE: Final = Statement(
     "complete",
     """
-    with l as materialized (
-      select ff_now_ms() as now from ff_exec_core
+    with k as materialized (
+      select 1 from ff_exec_core
       where partition_key = $1 and execution_id = $2 and attempt_index = $3 and lifecycle_phase = 'active'
         and flow_id is null
       for no key update),
@@ -64,8 +66,8 @@ COMPLETE: Final = Statement(
 COMPLETE_MEMBER: Final = Statement(
     "complete_member",
     """
-    with l as materialized (
-      select ff_now_ms() as now from ff_exec_core
+    with k as materialized (
+      select 1 from ff_exec_core
       where partition_key = $1 and execution_id = $2 and attempt_index = $3 and lifecycle_phase = 'active'
         and flow_id = $6
       for no key update),
@@ -82,12 +84,13 @@ COMPLETE_MANY: Final = Statement(
     with k as materialized (
       select * from unnest($1::smallint[], $2::uuid[], $3::int[], $4::bigint[], $5::bytea[])
         with ordinality k(p, e, a, epoch, result, i)),
-    l as materialized (
-      select k.p, k.e, k.a, k.epoch, k.result, k.i, ff_now_ms() as now from k cross join lateral (
+    h as materialized (
+      select k.p, k.e, k.a, k.epoch, k.result, k.i from k cross join lateral (
         select 1 from ff_exec_core x
         where x.partition_key = k.p and x.execution_id = k.e and x.attempt_index = k.a
           and x.lifecycle_phase = 'active' and x.flow_id is null
         for no key update) x),
+    l as materialized (select h.p, h.e, h.a, h.epoch, h.result, h.i, ff_now_ms() as now from h),
     a as (
       update ff_attempt t
       set outcome = 'success', terminal_at_ms = l.now, lease_expires_at_ms = null, timeout_at_ms = null
@@ -110,10 +113,6 @@ COMPLETE_MANY: Final = Statement(
 )
 
 
-def _fence(lease: Lease) -> tuple[int, UUID, int, int]:
-    return (lease.partition_key, lease.execution_id, lease.attempt_index, lease.lease_epoch)
-
-
 def _check_result(result: object) -> bytes | None:
     return None if result is None else check_bytes(result, "result", RESULT_BYTES_MAX)
 
@@ -122,8 +121,8 @@ async def complete(runtime: Runtime, handle: Handle, result: bytes | None) -> No
     """End the execution with success. A repeat by the same owner returns too; the first result stays."""
     lease = read_lease(handle)
     result = _check_result(result)
-    if await runtime.db.fetchrow(COMPLETE, *_fence(lease), result) is None:
-        row = await runtime.db.fetchrow(CLASSIFY, *_fence(lease)[:3])
+    if await runtime.db.fetchrow(COMPLETE, *lease.fence, result) is None:
+        row = await runtime.db.fetchrow(CLASSIFY, *lease.fence[:3])
         await _settle(runtime, lease, result, row)
     runtime.ring(ENDED_RINGS)
 
@@ -141,21 +140,29 @@ async def _settle(runtime: Runtime, lease: Lease, result: bytes | None, row: Row
 
     async def body(connection: Connection) -> bool:
         await lock_flow(connection, lease.partition_key, flow_id)
-        return await connection.fetchrow(COMPLETE_MEMBER.sql, *_fence(lease), result, flow_id) is not None
+        return await connection.fetchrow(COMPLETE_MEMBER.sql, *lease.fence, result, flow_id) is not None
 
     if not await runtime.db.transact("complete", body):
-        row = await runtime.db.fetchrow(CLASSIFY, *_fence(lease)[:3])
+        row = await runtime.db.fetchrow(CLASSIFY, *lease.fence[:3])
         if not is_own_ending(row, lease, "success"):
             raise refusal(row, lease) or inconclusive("complete", lease)
 
 
 async def complete_many(runtime: Runtime, items: Sequence[tuple[Handle, bytes | None]]) -> list[EngineError | None]:
     """Complete many executions in one statement; one answer per item, None for success, in the order given."""
+    if not isinstance(items, Sequence) or len(items) > BATCH_MAX:
+        raise Validation(
+            ValidationKind.INVALID_INPUT, f"expected a list of at most {BATCH_MAX} (handle, result) pairs", "items"
+        )
     try:
         pairs = [(handle, result) for handle, result in items]
     except (TypeError, ValueError):
         raise Validation(ValidationKind.INVALID_INPUT, "expected (handle, result) pairs", "items") from None
     results = [_check_result(result) for _, result in pairs]
+    if sum(len(result or b"") for result in results) > BULK_BYTES_MAX:
+        raise Validation(
+            ValidationKind.PAYLOAD_TOO_LARGE, f"more than {BULK_BYTES_MAX} bytes of results in one call", "items"
+        )
     batch = Batch.of([handle for handle, _ in pairs], "items")
     if batch.leases:
         chosen = batch.first_given(results)

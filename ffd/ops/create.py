@@ -6,6 +6,7 @@ statement, not before it. Bulk creation is in `create_many`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -40,12 +41,12 @@ from ffd.core.limits import (
 )
 from ffd.core.policy import encode_policy
 from ffd.core.records import Created, NewExecution
-from ffd.core.state import PublicState, read_public_state
+from ffd.core.state import PublicState
 from ffd.db.database import Row
 from ffd.db.doorbell import RING
 from ffd.db.errors import to_engine_error
 from ffd.db.pool import check_connection
-from ffd.db.statement import Statement
+from ffd.db.statement import Planning, Statement
 from ffd.ops.flow_lock import LOCK_FLOW
 from ffd.ops.raw_fields import encode_raw_fields
 from ffd.ops.runtime import Runtime
@@ -117,9 +118,15 @@ CREATE_KEYED: Final = Statement(
 EXISTING: Final = Statement(
     "existing",
     """
-    select lifecycle_phase, eligibility_state, public_state from ff_exec_core
-    where partition_key = $1 and execution_id = $2
+    select e.partition_key, e.execution_id, ff_public_state(e.lifecycle_phase, e.eligibility_state, e.public_state,
+             (select t.outcome from ff_attempt t where t.partition_key = e.partition_key
+              and t.execution_id = e.execution_id and t.attempt_index = e.attempt_index)) as public_state
+    from unnest($1::smallint[], $2::uuid[]) k(p, e)
+    cross join lateral (
+      select partition_key, execution_id, attempt_index, lifecycle_phase, eligibility_state, public_state
+      from ff_exec_core where partition_key = k.p and execution_id = k.e) e
     """,
+    Planning.CUSTOM,
 )
 
 # A key whose execution is gone stands for nothing any more.
@@ -128,16 +135,6 @@ FORGET_KEY: Final = Statement(
     """
     delete from ff_exec_dedup
     where partition_key = $1 and namespace = $2 and idempotency_key = $3 and execution_id = $4
-    """,
-)
-
-# Once per lane and process. Never inside a caller's transaction: others would wait there for its commit.
-REGISTER_LANE: Final = Statement(
-    "register_lane",
-    """
-    insert into ff_lane_registry (lane_id, registered_at_ms, registered_by)
-    select l.lane_id, ff_now_ms(), 'create_execution' from unnest($1::text[]) l(lane_id)
-    on conflict (lane_id) do nothing
     """,
 )
 
@@ -216,7 +213,7 @@ def draft(new: NewExecution, namespace: str) -> Draft:
         encode_policy(new.policy),
         encode_raw_fields(namespace, kind, check_tags(new.tags)),
         key_partition,
-        new.idempotency_key,
+        None if new.idempotency_key is None else str(new.idempotency_key),
         new.idempotency_ttl_ms,
     )
 
@@ -255,15 +252,11 @@ class Session:
         return rows[0] if rows else None
 
     async def announce(self, lanes: set[str]) -> None:
-        """Wake the lanes' workers: after the commit, or with the caller's. Remember lanes not seen before."""
+        """Wake the lanes' workers: after the commit, or with the caller's."""
         if self._connection is None:
             self._runtime.ring(tuple(work_ring(lane) for lane in lanes))
         elif lanes:
             await self.fetch(RING, [Channel.WORK.value] * len(lanes), sorted(lanes))
-        unknown = lanes - self._runtime.known_lanes
-        if unknown:
-            await self._runtime.db.fetch(REGISTER_LANE, sorted(unknown))
-            self._runtime.known_lanes.update(unknown)
 
 
 async def create_execution(runtime: Runtime, new: NewExecution, connection: asyncpg.Connection[Any] | None) -> Created:
@@ -275,6 +268,7 @@ async def create_execution(runtime: Runtime, new: NewExecution, connection: asyn
         created = await _create_member(runtime, checked, checked.flow_id, connection)
     if created.public_state == PublicState.WAITING and not created.is_duplicate:
         await Session(runtime, connection).announce({checked.lane})
+    runtime.register_lanes({checked.lane})
     return created
 
 
@@ -286,9 +280,9 @@ async def _insert(session: Session, new: Draft, namespace: str) -> Created:
             return Created(str(new.key), PublicState(row["public_state"]), False)
         if row["execution_id"] is not None:
             owner = ExecutionKey(row["partition_key"], row["execution_id"])
-            created = await existing(session, owner)
-            if created is not None:
-                return created
+            found = await existing(session, [owner])
+            if owner in found:
+                return found[owner]
             if new.idempotency_key is not None:
                 await session.fetch(FORGET_KEY, new.key_partition, namespace, new.idempotency_key, owner.execution_id)
         if new.deadline_at_ms is not None and new.deadline_at_ms <= row["now"]:
@@ -305,13 +299,12 @@ async def _try_insert(session: Session, new: Draft, namespace: str) -> Row:
     return row
 
 
-async def existing(session: Session, key: ExecutionKey) -> Created | None:
-    """The answer for an execution that was there before; None when it is gone."""
-    row = await session.fetchrow(EXISTING, *key)
-    if row is None:
-        return None
-    state = read_public_state(row["lifecycle_phase"], row["eligibility_state"], row["public_state"], None)
-    return Created(str(key), state, True)
+async def existing(session: Session, keys: Iterable[ExecutionKey]) -> dict[ExecutionKey, Created]:
+    """The answers for executions that were there before; those that are gone are missing."""
+    wanted = sorted(set(keys))
+    rows = await session.fetch(EXISTING, [key[0] for key in wanted], [key[1] for key in wanted]) if wanted else []
+    found = {ExecutionKey(p, e): PublicState(state) for p, e, state in rows}
+    return {key: Created(str(key), state, True) for key, state in found.items()}
 
 
 async def _create_member(

@@ -15,7 +15,7 @@ import asyncpg
 
 from ffd.core.errors import Contention, ContentionKind, Validation, ValidationKind
 from ffd.core.ids import ExecutionKey
-from ffd.core.limits import BULK_MAX
+from ffd.core.limits import BULK_BYTES_MAX, BULK_MAX
 from ffd.core.records import Created, NewExecution
 from ffd.core.state import PublicState
 from ffd.db.pool import check_connection
@@ -81,16 +81,6 @@ TAKE_KEYS: Final = Statement(
     Planning.CUSTOM,
 )
 
-WHICH_EXIST: Final = Statement(
-    "which_exist",
-    """
-    select x.partition_key, x.execution_id from unnest($1::smallint[], $2::uuid[]) k(p, e)
-    cross join lateral (select partition_key, execution_id from ff_exec_core
-                        where partition_key = k.p and execution_id = k.e) x
-    """,
-    Planning.CUSTOM,
-)
-
 
 def _drafts(executions: Sequence[NewExecution], namespace: str) -> list[Draft]:
     if isinstance(executions, str | bytes) or not isinstance(executions, Sequence):
@@ -101,14 +91,22 @@ def _drafts(executions: Sequence[NewExecution], namespace: str) -> list[Draft]:
             f"{len(executions)} items, at most {BULK_MAX} are allowed",
             "executions",
         )
-    drafts = []
+    drafts: list[Draft] = []
+    payload_bytes = 0
     for at, new in enumerate(executions):
         if not isinstance(new, NewExecution):
             raise Validation(ValidationKind.INVALID_INPUT, "expected a NewExecution", f"executions[{at}]")
         try:
             drafts.append(draft(new, namespace))
+            payload_bytes += len(drafts[-1].payload or b"")
         except Validation as error:
             raise Validation(error.kind, error.detail, f"executions[{at}].{error.field}") from None
+    if payload_bytes > BULK_BYTES_MAX:
+        raise Validation(
+            ValidationKind.PAYLOAD_TOO_LARGE,
+            f"{payload_bytes} bytes of payload in one call, at most {BULK_BYTES_MAX} are allowed",
+            "executions",
+        )
     return drafts
 
 
@@ -140,6 +138,7 @@ async def create_executions(
         if one.public_state == PublicState.WAITING and not one.is_duplicate
     }
     await Session(runtime, connection).announce(lanes)
+    runtime.register_lanes({new.lane for new in drafts})
     return created
 
 
@@ -156,17 +155,17 @@ async def _create_all(session: Session, drafts: list[Draft], namespace: str) -> 
     joined = Counter((new.partition_key, new.flow_id) for key, new in wanted.items() if new.flow_id and key in states)
     for (partition_key, joined_flow), count in joined.items():
         await session.fetch(COUNT_MEMBERS, partition_key, joined_flow, count)
+    keys = [ExecutionKey(*owners.get(new.idempotency_key, new.key)) for new in drafts]
+    before = await existing(session, (key for key in keys if key not in states))
     answers = []
-    for new in drafts:
-        key = ExecutionKey(*owners.get(new.idempotency_key, new.key))
+    for new, key in zip(drafts, keys, strict=True):
         if key in states:
             # The first draft that names an execution made it; whoever else names it finds it.
             answers.append(Created(str(key), PublicState(states[key]), wanted.get(key) is not new))
+        elif key in before:
+            answers.append(before[key])
         else:
-            found = await existing(session, key)
-            if found is None:
-                raise Contention(ContentionKind.RETRY_EXHAUSTED, f"{key} is being removed; try again")
-            answers.append(found)
+            raise Contention(ContentionKind.RETRY_EXHAUSTED, f"{key} is being removed; try again")
     return answers
 
 
@@ -189,13 +188,9 @@ async def _take_keys(session: Session, keyed: list[Draft], namespace: str) -> di
             [new.idempotency_ttl_ms for new in ordered],
         )
         owners: dict[str | None, tuple[int, UUID]] = {key: (p, e) for key, p, e in rows}
-        others = {key: owner for key, owner in owners.items() if owner != first[str(key)].key}
-        found = (
-            await session.fetch(WHICH_EXIST, [p for p, _ in others.values()], [e for _, e in others.values()])
-            if others
-            else []
-        )
-        gone = {key: owner for key, owner in others.items() if owner not in {tuple(row) for row in found}}
+        others = {key: ExecutionKey(*owner) for key, owner in owners.items() if owner != first[str(key)].key}
+        found = await existing(session, others.values())
+        gone = {key: owner for key, owner in others.items() if owner not in found}
         if not gone:
             break
         for key, (_, execution_id) in gone.items():
@@ -212,8 +207,8 @@ async def _insert(session: Session, given: list[Draft], ordered: list[Draft]) ->
     rows = await session.fetch(CREATE_MANY, *columns)
     now = rows[0]["now"]
     if rows[0]["is_late"]:
-        at, late = next(
-            (at, new) for at, new in enumerate(given) if new.deadline_at_ms is not None and new.deadline_at_ms <= now
-        )
-        raise past_deadline(f"executions[{at}].deadline_at_ms", late.deadline_at_ms, now)
+        late = [new for new in ordered if new.deadline_at_ms is not None and new.deadline_at_ms <= now]
+        found = await existing(session, (new.key for new in late))
+        first = next(new for new in given if new in late and new.key not in found)
+        raise past_deadline(f"executions[{given.index(first)}].deadline_at_ms", first.deadline_at_ms, now)
     return {ExecutionKey(p, e): state for _, _, p, e, state in rows if state is not None}

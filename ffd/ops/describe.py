@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Final
-from uuid import UUID
 
 from ffd.core.checks import check_int, check_lane, check_tag_key, check_text
 from ffd.core.errors import NotFound, Validation, ValidationKind
@@ -21,9 +20,19 @@ SNAPSHOT_PHRASES: Final = {
       e.partition_key, e.execution_id, e.flow_id, e.lane_id, e.lifecycle_phase, e.eligibility_state, e.public_state,
       e.attempt_index, e.lease_epoch, e.priority, e.required_capabilities, e.created_at_ms, e.started_at_ms,
       e.terminal_at_ms, e.delay_until_ms, e.deadline_at_ms, e.retry_count, e.lease_reclaim_count, e.replay_count,
-      e.failure_message, e.cancellation_reason, e.raw_fields, octet_length(e.result) as result_size,
+      coalesce(e.failure_message, e.raw_fields ->> 'last_failure_message') as failure_message,
+      e.cancellation_reason, e.raw_fields, octet_length(e.result) as result_size,
       t.lease_epoch as attempt_epoch, t.worker_id, t.worker_instance_id, t.lease_expires_at_ms, t.outcome,
       t.progress_percent, t.progress_message""",
+    "filters": """
+      ($5::text is null or e.lane_id = $5)
+      and ($6::text is null or e.raw_fields ->> 'namespace' = $6)
+      and ($7::text is null or e.raw_fields #>> array['tags', $7] = $8)
+      and ($9::text is null or $9 = ff_public_state(
+        e.lifecycle_phase, e.eligibility_state, e.public_state,
+        case when e.lifecycle_phase = 'terminal' and e.public_state <> $9 then (
+          select t.outcome from ff_attempt t where t.partition_key = e.partition_key
+          and t.execution_id = e.execution_id and t.attempt_index = e.attempt_index) end))""",
     "current attempt": """
       left join lateral (
         select lease_epoch, worker_id, worker_instance_id, lease_expires_at_ms, outcome, progress_percent,
@@ -63,53 +72,48 @@ EXISTS: Final = Statement(
     "select 1 from ff_exec_core where partition_key = $1 and execution_id = $2",
 )
 
-# Newest ids first. The index is keyed by state, so every state asked for is walked from the cursor and the heads
-# are merged: $1 states, $2 cursor, $3 limit, $4 lane, $5 namespace, $6 tag key, $7 tag value.
+# Newest ids first. The index is keyed by the stored state, so every one that may hold what is asked for is walked
+# from the cursor and the heads are merged. FlowFabric leaves `running` behind in most of its paths, so the state is
+# worked out for each row. $1 stored states, $2 and $3 cursor, $4 limit, $5 lane, $6 namespace, $7 tag key, $8 tag
+# value, $9 public state.
 LIST: Final = Statement(
     "list",
     """
     with p as materialized (
       select x.partition_key, x.execution_id from unnest($1::text[]) s(state) cross join lateral (
-        select partition_key, execution_id from ff_exec_core
-        where public_state = s.state and ($2::uuid is null or execution_id < $2)
-          and ($4::text is null or lane_id = $4)
-          and ($5::text is null or raw_fields ->> 'namespace' = $5)
-          and ($6::text is null or raw_fields #>> array['tags', $6] = $7)
-        order by execution_id desc limit $3) x
-      order by x.execution_id desc limit $3)
+        select e.partition_key, e.execution_id from ff_exec_core e
+        where e.public_state = s.state
+          and ($2::uuid is null or (e.execution_id, e.partition_key) < ($2, $3::smallint)) and [[filters]]
+        order by e.execution_id desc, e.partition_key desc limit $4) x
+      order by x.execution_id desc, x.partition_key desc limit $4)
     select [[snapshot columns]]
     from p join ff_exec_core e on e.partition_key = p.partition_key and e.execution_id = p.execution_id
     [[current attempt]]
-    order by e.execution_id desc
+    order by e.execution_id desc, e.partition_key desc
     """,
-    Planning.CUSTOM,
+    Planning.READ,
     phrases=SNAPSHOT_PHRASES,
 )
 
-# The members of one flow: $8 partition_key, $9 flow_id.
+# The members of one flow: $1 partition_key, $10 flow_id.
 LIST_FLOW: Final = Statement(
     "list_flow",
     """
     with p as materialized (
-      select partition_key, execution_id from ff_exec_core
-      where partition_key = $8 and flow_id = $9 and ($2::uuid is null or execution_id < $2)
-        and public_state = any($1::text[])
-        and ($4::text is null or lane_id = $4)
-        and ($5::text is null or raw_fields ->> 'namespace' = $5)
-        and ($6::text is null or raw_fields #>> array['tags', $6] = $7)
-      order by execution_id desc limit $3)
+      select e.partition_key, e.execution_id from ff_exec_core e
+      where e.partition_key = $1::smallint and e.flow_id = $10
+        and ($2::uuid is null or (e.execution_id, e.partition_key) < ($2, $3::smallint)) and [[filters]]
+      order by e.execution_id desc limit $4)
     select [[snapshot columns]]
     from p join ff_exec_core e on e.partition_key = p.partition_key and e.execution_id = p.execution_id
     [[current attempt]]
     order by e.execution_id desc
     """,
-    Planning.CUSTOM,
+    Planning.READ,
     phrases=SNAPSHOT_PHRASES,
 )
 
-# What is stored for a public state: FlowFabric says `active` where ffd says `running`.
-_STORED: Final = {state: [state.value] for state in PublicState} | {PublicState.RUNNING: ["running", "active"]}
-_ALL_STORED: Final = [literal for literals in _STORED.values() for literal in literals]
+_ALL_STORED: Final = [*(state.value for state in PublicState), "active"]
 
 
 def read_snapshot(row: Row) -> ExecutionSnapshot:
@@ -169,11 +173,11 @@ async def get_execution_result(runtime: Runtime, execution_id: str) -> bytes | N
     return None if row is None else row["result"]
 
 
-def _check_states(public_state: object) -> list[str]:
+def _check_state(public_state: object) -> PublicState | None:
     if public_state is None:
-        return _ALL_STORED
+        return None
     try:
-        return _STORED[PublicState(str(public_state))]
+        return PublicState(str(public_state))
     except ValueError:
         raise Validation(
             ValidationKind.INVALID_INPUT, f"expected one of {', '.join(PublicState)}", "public_state"
@@ -203,19 +207,20 @@ async def list_executions(
 ) -> Page[ExecutionSnapshot]:
     """A page of executions, newest ids first."""
     check_int(limit, "limit", 0, PAGE_MAX)
-    states = _check_states(public_state)
-    cursor: UUID | None = None if after is None else parse_execution_id(after, "after").execution_id
+    state = _check_state(public_state)
+    cursor = (None, None) if after is None else parse_execution_id(after, "after")[::-1]
     if lane is not None:
         check_lane(lane)
     if namespace is not None:
         check_text(namespace, "namespace")
-    filters = (lane, namespace, *_check_tag(tag))
+    filters = (*cursor, limit + 1, lane, namespace, *_check_tag(tag), state)
     if limit == 0:
         return Page([], None)
     if flow_id is None:
-        rows = await runtime.db.fetch(LIST, states, cursor, limit + 1, *filters)
+        stored = _ALL_STORED if state is None else sorted({state.value, "running", "active"})
+        rows = await runtime.db.fetch(LIST, stored, *filters)
     else:
         flow = parse_uuid(flow_id, "flow_id")
-        rows = await runtime.db.fetch(LIST_FLOW, states, cursor, limit + 1, *filters, partition_of(flow), flow)
+        rows = await runtime.db.fetch(LIST_FLOW, partition_of(flow), *filters, flow)
     items = [read_snapshot(row) for row in rows[:limit]]
     return Page(items, items[-1].execution_id if len(rows) > limit else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from ffd.core.errors import EngineError
+from ffd.core.errors import EngineError, Unavailable
 from ffd.core.ids import ExecutionKey
 from ffd.core.limits import BATCH_MAX
 from ffd.db.database import Database
@@ -41,6 +41,7 @@ class EndingWatch:
         self._waiters: dict[ExecutionKey, list[asyncio.Future[None]]] = {}
         self._is_due = False
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def on_ring(self, _payload: str | None) -> None:
         """Something ended, or a poll is due."""
@@ -50,6 +51,8 @@ class EndingWatch:
 
     async def wait(self, key: ExecutionKey, timeout_s: float) -> bool:
         """Wait until the execution ended or is gone; False when the time is up."""
+        if self._is_closed:
+            raise Unavailable("wait_for_result", "the engine is closed")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(key, []).append(waiter)
         # It may have ended before this waiter stood here.
@@ -89,7 +92,12 @@ class EndingWatch:
                     waiter.set_result(None)
 
     async def close(self) -> None:
-        """Stop looking."""
+        """Stop looking; whoever still waits looks for itself and finds the engine closed."""
+        self._is_closed = True
+        for waiters in self._waiters.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -15,8 +15,8 @@ from ffd.db.statement import Planning, Statement
 from ffd.ops.describe import SNAPSHOT_PHRASES, read_snapshot
 from ffd.ops.runtime import Runtime
 
-# $1 partition_key, $2 execution_id, $3 how far to count the queue. Only executions with the same or fewer needs
-# are counted: what this one's worker could also take.
+# $1 partition_key, $2 execution_id, $3 how far to count the queue. Only executions with the same needs are counted,
+# in two ranges of the claim index, so that the count reads no more rows than it reports.
 EXPLAIN: Final = Statement(
     "explain",
     """
@@ -28,11 +28,13 @@ EXPLAIN: Final = Statement(
               and g.resolution is null) as open_edges,
            case when e.lifecycle_phase in ('runnable', 'submitted') and e.eligibility_state = 'eligible_now' then (
              select count(*) from (
-               select 1 from ff_exec_core q
-               where q.lane_id = e.lane_id and q.lifecycle_phase in ('runnable', 'submitted')
-                 and q.eligibility_state = 'eligible_now' and q.required_capabilities <@ e.required_capabilities
-                 and (q.priority, -q.created_at_ms) > (e.priority, -e.created_at_ms)
-               limit $3) q) end as ahead
+               (select 1 from ff_exec_core
+                where lane_id = e.lane_id and [[claimable]] and required_capabilities = e.required_capabilities
+                  and priority > e.priority limit $3)
+               union all
+               (select 1 from ff_exec_core
+                where lane_id = e.lane_id and [[claimable]] and required_capabilities = e.required_capabilities
+                  and priority = e.priority and created_at_ms < e.created_at_ms limit $3)) q) end as ahead
     from ff_exec_core e
     left join lateral (
       select lease_epoch, worker_id, worker_instance_id, lease_expires_at_ms, outcome, progress_percent,
@@ -56,9 +58,15 @@ def _waiting(snapshot: ExecutionSnapshot, row: Row) -> Told:
         "lane": snapshot.lane,
         "required_capabilities": needs,
         "priority": snapshot.priority,
-        "ahead": row["ahead"],
-        "is_ahead_capped": row["ahead"] == EXPLAIN_AHEAD_MAX,
+        "ahead": min(row["ahead"] or 0, EXPLAIN_AHEAD_MAX),
+        "is_ahead_capped": (row["ahead"] or 0) >= EXPLAIN_AHEAD_MAX,
     }
+    if row["eligibility_state"] == "pending_claim":
+        return (
+            "worker",
+            details,
+            "A FlowFabric scheduler has granted it to a worker; it returns when the grant runs out.",
+        )
     having = f" with the capabilities {', '.join(needs)}" if needs else ""
     return "worker", details, f"Run a worker on lane {snapshot.lane!r}{having}."
 

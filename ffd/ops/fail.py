@@ -24,10 +24,10 @@ from ffd.ops.flow_lock import lock_flow
 from ffd.ops.runtime import Runtime
 
 _PHRASES: Final = {
-    # One decision, made once: the delay may hold a random number.
+    # One decision, made once, after the lock was granted: the delay may hold a random number.
     "decide": """
       d as materialized (
-        select l.now, ff_retry_delay_ms(l.policy, l.retry_count, $5) as delay_ms from l),
+        select ff_now_ms() as now, ff_retry_delay_ms(l.policy, l.retry_count, $5) as delay_ms from l),
       a as (
         update ff_attempt t
         set outcome = case when d.delay_ms is null then 'failed' else 'retry' end, terminal_at_ms = d.now,
@@ -50,7 +50,7 @@ _PHRASES: Final = {
             failure_message = $6, state_since_ms = a.now, interruption = null,
             lease_epoch = greatest(e.lease_epoch, a.lease_epoch)
         from a where e.partition_key = $1 and e.execution_id = $2
-        returning e.partition_key, e.execution_id, e.flow_id, e.raw_fields, a.now, a.retry_at_ms, a.next_row,
+        returning e.partition_key, e.execution_id, e.lane_id, e.flow_id, e.raw_fields, a.now, a.retry_at_ms, a.next_row,
                   a.lease_epoch, a.worker_id, a.worker_instance_id),
       c as ([[into completion_event]]
         select x.partition_key, x.execution_id, x.flow_id, 'failed', x.now, [[origin x]]
@@ -67,12 +67,12 @@ FAIL: Final = Statement(
     "fail",
     """
     with l as materialized (
-      select policy, retry_count, ff_now_ms() as now from ff_exec_core
+      select policy, retry_count from ff_exec_core
       where partition_key = $1 and execution_id = $2 and attempt_index = $3 and lifecycle_phase = 'active'
         and flow_id is null
       for no key update),
     [[decide]], [[move]]
-    select retry_at_ms, next_row from x
+    select retry_at_ms, next_row, lane_id from x
     """,
     phrases=_PHRASES,
 )
@@ -81,12 +81,12 @@ FAIL_MEMBER: Final = Statement(
     "fail_member",
     """
     with l as materialized (
-      select policy, retry_count, ff_now_ms() as now from ff_exec_core
+      select policy, retry_count from ff_exec_core
       where partition_key = $1 and execution_id = $2 and attempt_index = $3 and lifecycle_phase = 'active'
         and flow_id = $7
       for no key update),
     [[decide]], [[move]]
-    select retry_at_ms, next_row from x
+    select retry_at_ms, next_row, lane_id from x
     """,
     phrases=_PHRASES,
 )
@@ -117,12 +117,17 @@ async def fail(
         if seen is None or seen["flow_id"] is None:
             raise inconclusive("fail", lease)
         row = await _fail_member(runtime, lease, args, seen["flow_id"])
+        if row is None:
+            seen = await runtime.db.fetchrow(CLASSIFY, *args[:3])
+            if is_own_ending(seen, lease, "retry", "failed"):
+                return _first_answer(seen, lease)
+            raise refusal(seen, lease) or inconclusive("fail", lease)
     if row["next_row"] == "failed":
         runtime.ring(ENDED_RINGS)
         return TerminalFailed()
     runtime.ring(LEASE_RINGS)
     if row["next_row"] == "waiting_retry":
-        runtime.ring((work_ring(lease.lane),))
+        runtime.ring((work_ring(row["lane_id"]),))
     return RetryScheduled(row["retry_at_ms"], lease.attempt_index + 1)
 
 
@@ -135,14 +140,10 @@ def _first_answer(seen: Row | None, lease: Lease) -> RetryScheduled | TerminalFa
 
 async def _fail_member(
     runtime: Runtime, lease: Lease, args: tuple[int, UUID, int, int, FailureClass, str], flow_id: UUID
-) -> Row:
+) -> Row | None:
     async def body(connection: Connection) -> Row | None:
         await lock_flow(connection, lease.partition_key, flow_id)
         row: Row | None = await connection.fetchrow(FAIL_MEMBER.sql, *args, flow_id)
         return row
 
-    row = await runtime.db.transact("fail", body)
-    if row is None:
-        seen = await runtime.db.fetchrow(CLASSIFY, *args[:3])
-        raise refusal(seen, lease) or inconclusive("fail", lease)
-    return row
+    return await runtime.db.transact("fail", body)

@@ -22,17 +22,19 @@ from ffd.ops.runtime import Runtime
 
 _PHRASES: Final = {
     "lock": """
-      l as materialized (
-        select ff_now_ms() as now from ff_exec_core
+      k as materialized (
+        select 1 from ff_exec_core
         where partition_key = $1 and execution_id = $2 and attempt_index = $3 and lifecycle_phase = 'active'
-        for no key update)""",
+        for no key update),
+      l as materialized (select ff_now_ms() as now from k)""",
     "still owned": """
       t.partition_key = $1 and t.execution_id = $2 and t.attempt_index = $3 and t.lease_epoch = $4
         and coalesce(t.lease_expires_at_ms, 0) > l.now""",
     "given back": """
       returning l.now, t.lease_epoch, t.worker_id, t.worker_instance_id""",
     "event columns": """
-      e.partition_key, e.execution_id, e.raw_fields, a.now, a.lease_epoch, a.worker_id, a.worker_instance_id""",
+      e.partition_key, e.execution_id, e.lane_id, e.raw_fields, a.now, a.lease_epoch, a.worker_id,
+      a.worker_instance_id""",
 }
 
 # $1 partition_key, $2 execution_id, $3 attempt_index, $4 lease_epoch
@@ -52,7 +54,7 @@ RELEASE: Final = Statement(
     v as ([[into lease_event]]
       select x.partition_key, x.execution_id::text, 'revoked', 'released', x.now, $3, x.lease_epoch, x.worker_id,
              x.worker_instance_id, [[origin x]] from x)
-    select 1 from x
+    select 'waiting_interrupted' as next_row, lane_id from x
     """,
     phrases=_PHRASES,
 )
@@ -77,7 +79,7 @@ DELAY: Final = Statement(
     v as ([[into lease_event]]
       select x.partition_key, x.execution_id::text, 'revoked', 'delayed', x.now, $3, x.lease_epoch, x.worker_id,
              x.worker_instance_id, [[origin x]] from x)
-    select next_row from x
+    select next_row, lane_id from x
     """,
     phrases=_PHRASES,
 )
@@ -101,7 +103,7 @@ WAIT_CHILDREN: Final = Statement(
     v as ([[into lease_event]]
       select x.partition_key, x.execution_id::text, 'revoked', 'waiting_children', x.now, $3, x.lease_epoch,
              x.worker_id, x.worker_instance_id, [[origin x]] from x)
-    select next_row from x
+    select next_row, lane_id from x
     """,
     phrases=_PHRASES,
 )
@@ -116,40 +118,37 @@ HAS_OPEN_EDGES: Final = Statement(
 )
 
 
-def _fence(lease: Lease) -> tuple[int, UUID, int, int]:
-    return (lease.partition_key, lease.execution_id, lease.attempt_index, lease.lease_epoch)
-
-
 async def _classify(runtime: Runtime, lease: Lease) -> Row | None:
-    return await runtime.db.fetchrow(CLASSIFY, *_fence(lease)[:3])
+    return await runtime.db.fetchrow(CLASSIFY, *lease.fence[:3])
 
 
 async def _refused(runtime: Runtime, op: str, lease: Lease) -> EngineError:
     return refusal(await _classify(runtime, lease), lease) or inconclusive(op, lease)
 
 
-def _ring(runtime: Runtime, lease: Lease, *, is_claimable: bool) -> None:
+def _ring(runtime: Runtime, row: Row) -> None:
     runtime.ring(LEASE_RINGS)
-    if is_claimable:
-        runtime.ring((work_ring(lease.lane),))
+    if row["next_row"] == "waiting_interrupted":
+        runtime.ring((work_ring(row["lane_id"]),))
 
 
 async def release(runtime: Runtime, handle: Handle) -> None:
     """Give the work back at once; it does not count as a reclaim."""
     lease = read_lease(handle)
-    if await runtime.db.fetchrow(RELEASE, *_fence(lease)) is None:
+    row = await runtime.db.fetchrow(RELEASE, *lease.fence)
+    if row is None:
         raise await _refused(runtime, "release", lease)
-    _ring(runtime, lease, is_claimable=True)
+    _ring(runtime, row)
 
 
 async def delay(runtime: Runtime, handle: Handle, until_ms: int) -> None:
     """Give the work back until a time on the database clock."""
     lease = read_lease(handle)
     check_time_ms(until_ms, "until_ms")
-    row = await runtime.db.fetchrow(DELAY, *_fence(lease), until_ms)
+    row = await runtime.db.fetchrow(DELAY, *lease.fence, until_ms)
     if row is None:
         raise await _refused(runtime, "delay", lease)
-    _ring(runtime, lease, is_claimable=row["next_row"] == "waiting_interrupted")
+    _ring(runtime, row)
 
 
 async def wait_children(runtime: Runtime, handle: Handle) -> None:
@@ -170,10 +169,10 @@ async def wait_children(runtime: Runtime, handle: Handle) -> None:
     async def body(connection: Connection) -> Row | None:
         await lock_flow(connection, lease.partition_key, flow_id)
         is_blocked = await connection.fetchval(HAS_OPEN_EDGES.sql, lease.partition_key, flow_id, lease.execution_id)
-        row: Row | None = await connection.fetchrow(WAIT_CHILDREN.sql, *_fence(lease), is_blocked)
+        row: Row | None = await connection.fetchrow(WAIT_CHILDREN.sql, *lease.fence, is_blocked)
         return row
 
     row = await runtime.db.transact("wait_children", body)
     if row is None:
         raise await _refused(runtime, "wait_children", lease)
-    _ring(runtime, lease, is_claimable=row["next_row"] == "waiting_interrupted")
+    _ring(runtime, row)

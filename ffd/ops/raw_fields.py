@@ -33,8 +33,13 @@ def read_raw_fields(text: str) -> RawFields:
     """Decode a stored document."""
     try:
         return _DECODER.decode(text)
-    except msgspec.ValidationError:
+    except (msgspec.MsgspecError, RecursionError):
+        pass
+    try:
         document = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        # Numbers or nesting beyond what Python can hold: the work itself is not affected.
+        return RawFields()
     if not isinstance(document, dict):
         return RawFields()
     tags = document.get("tags")

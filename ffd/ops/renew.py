@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ffd.core.checks import check_int, check_text
-from ffd.core.errors import EngineError, Validation, ValidationKind
+from ffd.core.errors import EngineError
 from ffd.core.events import LEASE_RINGS
 from ffd.core.handles import Handle, Lease, read_lease
 from ffd.core.limits import MESSAGE_BYTES_MAX
@@ -16,35 +16,53 @@ from ffd.ops.batches import Batch
 from ffd.ops.fence import CLASSIFY, CLASSIFY_MANY, inconclusive, refusal
 from ffd.ops.runtime import Runtime
 
-# $1 partition_key, $2 execution_id, $3 attempt_index, $4 lease_epoch, $5 lease_ttl_ms. coalesce keeps the planner
-# from looking the row up by its expiry; greatest keeps a renewal from shortening a lease.
+_PHRASES: Final = {
+    # The attempt is locked, then the clock is read: waiting must not revive a lease that ran out meanwhile. The
+    # execution is only looked at, never locked: an ending that FlowFabric wrote without touching the lease ends
+    # renewals too, and a look that is a moment old does no harm, because the epoch fences.
+    "still owned": """
+      k as materialized (
+        select 1 from ff_attempt
+        where partition_key = $1 and execution_id = $2 and attempt_index = $3 and lease_epoch = $4
+        for no key update),
+      l as materialized (
+        select ff_now_ms() as now, e.raw_fields from k cross join lateral (
+          select raw_fields from ff_exec_core
+          where partition_key = $1 and execution_id = $2 and attempt_index = $3 and lifecycle_phase = 'active') e)""",
+    # coalesce keeps the planner from looking the row up by its expiry.
+    "fence": """
+      t.partition_key = $1 and t.execution_id = $2 and t.attempt_index = $3 and t.lease_epoch = $4
+        and coalesce(t.lease_expires_at_ms, 0) > l.now""",
+}
+
+# $1 partition_key, $2 execution_id, $3 attempt_index, $4 lease_epoch, $5 lease_ttl_ms. A renewal never shortens.
 RENEW: Final = Statement(
     "renew",
     """
+    with [[still owned]]
     update ff_attempt t
-    set lease_expires_at_ms = greatest(t.lease_expires_at_ms, ff_now_ms() + $5)
-    where t.partition_key = $1 and t.execution_id = $2 and t.attempt_index = $3 and t.lease_epoch = $4
-      and coalesce(t.lease_expires_at_ms, 0) > ff_now_ms()
+    set lease_expires_at_ms = greatest(t.lease_expires_at_ms, l.now + $5)
+    from l where [[fence]]
     returning t.lease_expires_at_ms
     """,
+    phrases=_PHRASES,
 )
 
-# The same with its event. The execution is only read: namespace and tags never change.
 RENEW_WITH_EVENT: Final = Statement(
     "renew_with_event",
     """
-    with a as (
+    with [[still owned]],
+    a as (
       update ff_attempt t
-      set lease_expires_at_ms = greatest(t.lease_expires_at_ms, ff_now_ms() + $5)
-      where t.partition_key = $1 and t.execution_id = $2 and t.attempt_index = $3 and t.lease_epoch = $4
-        and coalesce(t.lease_expires_at_ms, 0) > ff_now_ms()
-      returning t.lease_expires_at_ms, t.worker_id, t.worker_instance_id),
+      set lease_expires_at_ms = greatest(t.lease_expires_at_ms, l.now + $5)
+      from l where [[fence]]
+      returning t.lease_expires_at_ms, t.worker_id, t.worker_instance_id, l.now, l.raw_fields),
     v as ([[into lease_event]]
-      select $1, $2::text, 'renewed', null, ff_now_ms(), $3, $4, a.worker_id, a.worker_instance_id, [[origin e]]
-      from a cross join lateral (
-        select raw_fields from ff_exec_core where partition_key = $1 and execution_id = $2) e)
+      select $1, $2::text, 'renewed', null, a.now, $3, $4, a.worker_id, a.worker_instance_id, [[origin a]]
+      from a)
     select lease_expires_at_ms from a
     """,
+    phrases=_PHRASES,
 )
 
 # Arrays sorted by key; locked in that order before any row is written.
@@ -54,23 +72,27 @@ RENEW_MANY: Final = Statement(
     with k as materialized (
       select * from unnest($1::smallint[], $2::uuid[], $3::int[], $4::bigint[], $5::bigint[])
         with ordinality k(p, e, a, epoch, ttl, i)),
-    l as materialized (
+    h as materialized (
       select k.p, k.e, k.a, k.ttl, k.epoch, k.i from k cross join lateral (
         select 1 from ff_attempt t
         where t.partition_key = k.p and t.execution_id = k.e and t.attempt_index = k.a and t.lease_epoch = k.epoch
-          and coalesce(t.lease_expires_at_ms, 0) > ff_now_ms()
         for no key update) t),
+    l as materialized (
+      select h.p, h.e, h.a, h.ttl, h.epoch, h.i, x.raw_fields, ff_now_ms() as now from h cross join lateral (
+        select raw_fields from ff_exec_core x
+        where x.partition_key = h.p and x.execution_id = h.e and x.attempt_index = h.a
+          and x.lifecycle_phase = 'active') x),
     a as (
       update ff_attempt t
-      set lease_expires_at_ms = greatest(t.lease_expires_at_ms, ff_now_ms() + l.ttl)
-      from l where t.partition_key = l.p and t.execution_id = l.e and t.attempt_index = l.a
-      returning l.i, l.p, l.e, l.a, l.epoch, t.lease_expires_at_ms, t.worker_id, t.worker_instance_id),
+      set lease_expires_at_ms = greatest(t.lease_expires_at_ms, l.now + l.ttl)
+      from l
+      where t.partition_key = l.p and t.execution_id = l.e and t.attempt_index = l.a and t.lease_epoch = l.epoch
+        and coalesce(t.lease_expires_at_ms, 0) > l.now
+      returning l.i, l.p, l.e, l.a, l.epoch, l.now, l.raw_fields, t.lease_expires_at_ms, t.worker_id,
+                t.worker_instance_id),
     v as ([[into lease_event]]
-      select a.p, a.e::text, 'renewed', null, ff_now_ms(), a.a, a.epoch, a.worker_id, a.worker_instance_id,
-             [[origin x]]
-      from a cross join lateral (
-        select raw_fields from ff_exec_core where partition_key = a.p and execution_id = a.e) x
-      where $6::boolean)
+      select a.p, a.e::text, 'renewed', null, a.now, a.a, a.epoch, a.worker_id, a.worker_instance_id, [[origin a]]
+      from a where $6::boolean)
     select i, lease_expires_at_ms from a
     """,
     Planning.CUSTOM,
@@ -79,12 +101,13 @@ RENEW_MANY: Final = Statement(
 PROGRESS: Final = Statement(
     "progress",
     """
+    with [[still owned]]
     update ff_attempt t
     set progress_percent = coalesce($5, t.progress_percent), progress_message = coalesce($6, t.progress_message)
-    where t.partition_key = $1 and t.execution_id = $2 and t.attempt_index = $3 and t.lease_epoch = $4
-      and coalesce(t.lease_expires_at_ms, 0) > ff_now_ms()
+    from l where [[fence]]
     returning 1
     """,
+    phrases=_PHRASES,
 )
 
 
@@ -145,10 +168,3 @@ async def progress(runtime: Runtime, handle: Handle, *, percent: int | None, mes
 async def _refused(runtime: Runtime, op: str, lease: Lease) -> EngineError:
     row = await runtime.db.fetchrow(CLASSIFY, lease.partition_key, lease.execution_id, lease.attempt_index)
     return refusal(row, lease) or inconclusive(op, lease)
-
-
-def require_handle(handle: object) -> Handle:
-    """Refuse what is not a handle before it is taken apart."""
-    if not isinstance(handle, Handle):
-        raise Validation(ValidationKind.CORRUPTION, "expected a Handle", "handle")
-    return handle

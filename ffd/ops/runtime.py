@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Final
+
+import anyio
 
 from ffd.config import DatabaseSettings, OutboxSettings
+from ffd.core.errors import EngineError
 from ffd.core.events import Channel, Rings
 from ffd.db.database import Database, open_connection
 from ffd.db.doorbell import Doorbell
 from ffd.db.listener import Listener
+from ffd.db.statement import Statement
 from ffd.db.wakeups import Wakeups
 from ffd.ops.endings import EndingWatch
+from ffd.telemetry.logging import get_logger
+
+KNOWN_LANES_MAX: Final = 10_000
+CLOSE_GRACE_S: Final = 1.0
+
+REGISTER_LANES: Final = Statement(
+    "register_lanes",
+    """
+    insert into ff_lane_registry (lane_id, registered_at_ms, registered_by)
+    select l.lane_id, ff_now_ms(), 'create_execution' from unnest($1::text[]) l(lane_id)
+    on conflict (lane_id) do nothing
+    """,
+)
+
+_log = get_logger("runtime")
 
 
 class Runtime:
@@ -28,7 +49,8 @@ class Runtime:
         self.db = Database(database)
         self.wakeups = Wakeups()
         self.endings = EndingWatch(self.db)
-        self.known_lanes: set[str] = set()
+        self._known_lanes: set[str] = set()
+        self._registering: set[asyncio.Task[None]] = set()
         is_on = outbox.notify != "off"
         self._doorbell = (
             Doorbell(partial(open_connection, database, application_name="ffd doorbell")) if is_on else None
@@ -46,17 +68,47 @@ class Runtime:
         if self._doorbell is not None:
             self._doorbell.ring(rings)
 
+    def register_lanes(self, lanes: set[str]) -> None:
+        """Enter lanes that this process has not met in the registry, in the background and once.
+
+        Not in the transaction that creates: others would wait there for its commit. Not before the caller's
+        answer: the registry is a convenience, and its trouble is not the caller's.
+        """
+        unknown = lanes - self._known_lanes
+        if not unknown:
+            return
+        if len(self._known_lanes) > KNOWN_LANES_MAX:
+            self._known_lanes.clear()
+        self._known_lanes |= unknown
+        task = asyncio.get_running_loop().create_task(self._register(sorted(unknown)), name="ffd register lanes")
+        self._registering.add(task)
+        task.add_done_callback(self._registering.discard)
+
+    async def _register(self, lanes: list[str]) -> None:
+        try:
+            await self.db.fetch(REGISTER_LANES, lanes)
+        except EngineError as error:
+            self._known_lanes.difference_update(lanes)
+            _log.warning("lanes_not_registered", lanes=lanes, code=error.code)
+
     async def open(self) -> None:
         """Reach the database."""
         await self.db.open()
 
     async def close(self) -> None:
-        """Stop listening, send the last rings, close every connection."""
-        await self.listener.close()
-        await self.endings.close()
-        if self._doorbell is not None:
-            await self._doorbell.close()
-        await self.db.close()
+        """Wake whoever waits, stop listening, send the last rings, close every connection.
+
+        Shielded: an engine that is left because its task was cancelled must leave nothing behind either.
+        """
+        with anyio.CancelScope(shield=True):
+            self.wakeups.close()
+            await self.endings.close()
+            await self.listener.close()
+            if self._registering:
+                await asyncio.wait(self._registering, timeout=CLOSE_GRACE_S)
+            if self._doorbell is not None:
+                await self._doorbell.close()
+            await self.db.close()
 
 
 @asynccontextmanager

@@ -13,19 +13,20 @@ from ffd.core.errors import Contention, ContentionKind, NotFound, Validation, Va
 from ffd.core.events import ENDED_RINGS, LEASE_RINGS
 from ffd.core.ids import ExecutionKey, parse_execution_id
 from ffd.core.records import Claim, ResumeToken
-from ffd.core.state import PublicState, read_public_state
+from ffd.core.state import read_public_state
 from ffd.db.statement import Statement
 from ffd.ops.claim import CLAIM_PHRASES, check_worker, read_claim
 from ffd.ops.runtime import Runtime
 
-# $1 partition_key, $2 execution_id. Waits for the row and looks at its newest version.
+# $1 partition_key, $2 execution_id. Waits for the row, looks at its newest version, then at the clock.
 CLAIM_RESUMED: Final = Statement(
     "claim_resumed",
     """
-    with c as materialized (
+    with k as materialized (
       select [[candidate columns]] from ff_exec_core
       where partition_key = $1 and execution_id = $2 and [[claimable]] and public_state = 'resumable'
       for no key update),
+    c as materialized (select k.*, ff_now_ms() as now from k),
     a as ([[open attempts]]),
     u as (
       update ff_exec_core e [[set claimed]] from a, c
@@ -41,11 +42,12 @@ CLAIM_RESUMED: Final = Statement(
 CLAIM_STARTED: Final = Statement(
     "claim_started",
     """
-    with c as materialized (
+    with k as materialized (
       select [[candidate columns]] from ff_exec_core
       where partition_key = $1 and execution_id = $2 and [[claimable]]
         and attempt_state not in ('pending_first_attempt', 'pending')
       for no key update),
+    c as materialized (select k.*, ff_now_ms() as now from k),
     a as ([[open attempts]]),
     u as (
       update ff_exec_core e [[set claimed]] from a, c
@@ -58,7 +60,8 @@ CLAIM_STARTED: Final = Statement(
 )
 
 # Expiry and claim in one. The execution is locked first, then the attempt with its own condition, so that a
-# renewal that came first is seen. `d.is_spent`: one reclaim more than the policy allows ends the execution.
+# renewal that came first is seen. An active execution without an expiry belongs to nobody. `d.is_spent`: one
+# reclaim more than the policy allows ends the execution.
 TAKE_EXPIRED: Final = Statement(
     "take_expired",
     """
@@ -67,14 +70,15 @@ TAKE_EXPIRED: Final = Statement(
       where partition_key = $1 and execution_id = $2 and lifecycle_phase = 'active'
       for no key update),
     d as materialized (
-      select c.attempt_index, c.now, t.lease_epoch, t.worker_id, t.worker_instance_id, c.raw_fields, c.flow_id,
+      select c.attempt_index, ff_now_ms() as now, t.lease_epoch, t.worker_id, t.worker_instance_id, c.raw_fields,
+             c.flow_id,
              c.lease_reclaim_count + 1 > ff_policy_number(c.policy, '{max_reclaim_count}', 100) as is_spent,
-             c.now + case when c.policy is not null
-               then ff_policy_number(c.policy, '{timeout_policy,attempt_timeout_ms}', null)::bigint end as timeout_at
+             case when c.policy is not null
+               then ff_policy_number(c.policy, '{timeout_policy,attempt_timeout_ms}', null)::bigint end as timeout_ms
       from c cross join lateral (
         select lease_epoch, worker_id, worker_instance_id from ff_attempt
         where partition_key = $1 and execution_id = $2 and attempt_index = c.attempt_index
-          and coalesce(lease_expires_at_ms, 9223372036854775807) <= ff_now_ms()
+          and coalesce(lease_expires_at_ms, 0) <= ff_now_ms()
         for no key update) t),
     -- The epoch rises twice: once for the loss, once for the new owner.
     a as (
@@ -84,7 +88,7 @@ TAKE_EXPIRED: Final = Statement(
           worker_id = case when d.is_spent then t.worker_id else $3 end,
           worker_instance_id = case when d.is_spent then t.worker_instance_id else $4 end,
           lease_expires_at_ms = case when d.is_spent then null else d.now + $5 end,
-          timeout_at_ms = case when d.is_spent then null else d.timeout_at end,
+          timeout_at_ms = case when d.is_spent then null else d.now + d.timeout_ms end,
           started_at_ms = case when d.is_spent then t.started_at_ms else d.now end,
           outcome = case when d.is_spent then 'failed' end,
           terminal_at_ms = case when d.is_spent then d.now end,
@@ -127,10 +131,10 @@ STATE_OF: Final = Statement(
     "state_of",
     """
     select e.lifecycle_phase, e.eligibility_state, e.public_state, e.attempt_state, t.outcome,
-           t.lease_expires_at_ms, ff_now_ms() as now
+           t.attempt_index is not null as has_attempt
     from (select lifecycle_phase, eligibility_state, public_state, attempt_state, attempt_index
           from ff_exec_core where partition_key = $1 and execution_id = $2) e
-    left join lateral (select outcome, lease_expires_at_ms from ff_attempt
+    left join lateral (select outcome, attempt_index from ff_attempt
           where partition_key = $1 and execution_id = $2 and attempt_index = e.attempt_index) t on true
     """,
 )
@@ -182,11 +186,13 @@ async def _check_live(runtime: Runtime, key: ExecutionKey) -> None:
     if row is None:
         raise NotFound("execution", str(key))
     if row["lifecycle_phase"] == "active":
-        return
+        if row["has_attempt"]:
+            return
+        raise NotFound("attempt", f"{key} runs without an attempt of its own")
     state = read_public_state(row["lifecycle_phase"], row["eligibility_state"], row["public_state"], row["outcome"])
     if not state.is_terminal and row["attempt_state"] in ("pending_first_attempt", "pending"):
         raise NotFound("attempt", f"{key} was never claimed")
-    if state in (PublicState.WAITING, PublicState.RESUMABLE):
+    if row["eligibility_state"] == "eligible_now":
         raise Contention(ContentionKind.RETRY_EXHAUSTED, f"{key} changed meanwhile; try again")
     raise Contention(
         ContentionKind.EXECUTION_NOT_ACTIVE,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from ffd.core.checks import check_int
 from ffd.core.errors import NotFound
 from ffd.core.ids import parse_execution_id
@@ -15,14 +17,17 @@ async def wait_for_result(runtime: Runtime, execution_id: str, *, timeout_ms: in
     """The snapshot of the execution once it has ended; `TimeoutError` when it has not within `timeout_ms`."""
     key = parse_execution_id(execution_id)
     check_int(timeout_ms, "timeout_ms", 0, WAIT_MS_MAX)
-    row = await runtime.db.fetchrow(DESCRIBE, *key)
-    if row is not None and not read_snapshot(row).public_state.is_terminal:
-        await runtime.listener.ready()
-        await runtime.endings.wait(key, timeout_ms / 1000)
+    deadline = time.monotonic() + timeout_ms / 1000
+    while True:
         row = await runtime.db.fetchrow(DESCRIBE, *key)
-    if row is None:
-        raise NotFound("execution", str(key))
-    snapshot = read_snapshot(row)
-    if not snapshot.public_state.is_terminal:
-        raise TimeoutError(f"{key} is {snapshot.public_state} after {timeout_ms} ms")
-    return snapshot
+        if row is None:
+            raise NotFound("execution", str(key))
+        snapshot = read_snapshot(row)
+        if snapshot.public_state.is_terminal:
+            return snapshot
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"{key} is {snapshot.public_state} after {timeout_ms} ms")
+        await runtime.listener.ready(left_s)
+        # Ended, replayed and running again before this look counts as not ended: look again.
+        await runtime.endings.wait(key, max(0.0, deadline - time.monotonic()))

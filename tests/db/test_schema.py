@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import asyncpg
 import pytest
 
-from ffd.core.state import ROWS
+from ffd import PublicState
+from ffd.core.state import ROWS, read_public_state
 
 pytestmark = pytest.mark.anyio
 
@@ -68,10 +71,14 @@ REFERENCE = [
     ("cancelled", "unowned", "not_applicable", "cancelled", "cancelled"),
     ("cancelled", "leased", "cancelled", "cancelled", "running_attempt"),
     ("cancelled", "released", "cancelled", "cancelled", "attempt_interrupted"),
+    ("cancelled", "unowned", "cancelled", "cancelled", "terminal_failed"),
+    ("active", "leased", "eligible_now", "running", "running_attempt"),
+    ("suspended", "released", "eligible_now", "suspended", "attempt_interrupted"),
+    ("terminal", "unowned", "blocked_by_dependencies", "skipped", "attempt_terminal"),
+    ("terminal", "leased", "eligible_now", "skipped", "attempt_terminal"),
 ]
 NONSENSE = [
     ("active", "unowned", "not_applicable", "running", "running_attempt"),
-    ("active", "leased", "eligible_now", "running", "running_attempt"),
     ("active", "leased", "not_applicable", "completed", "running_attempt"),
     ("active", "leased", "not_applicable", "suspended", "running_attempt"),
     ("runnable", "leased", "eligible_now", "waiting", "pending_first_attempt"),
@@ -83,6 +90,7 @@ NONSENSE = [
     ("suspended", "released", "not_applicable", "running", "attempt_interrupted"),
     ("terminal", "leased", "not_applicable", "completed", "attempt_terminal"),
     ("terminal", "unowned", "eligible_now", "completed", "attempt_terminal"),
+    ("active", "leased", "blocked_by_dependencies", "running", "running_attempt"),
     ("terminal", "unowned", "not_applicable", "nonsense", "attempt_terminal"),
     ("nonsense", "unowned", "eligible_now", "waiting", "pending_first_attempt"),
 ]
@@ -114,6 +122,46 @@ async def test_nothing_else_is(sql: asyncpg.Connection[Any], state: tuple[str, .
     with pytest.raises(asyncpg.CheckViolationError) as refused:
         await _insert(sql, state)
     assert refused.value.constraint_name == "ff_exec_core_state"
+
+
+@pytest.mark.parametrize("partition_key", [-1, 256, 300])
+async def test_a_partition_that_nobody_sweeps_is_refused(sql: asyncpg.Connection[Any], partition_key: int) -> None:
+    await _insert(sql, REFERENCE[0])
+    with pytest.raises(asyncpg.CheckViolationError):
+        await sql.execute("update ff_exec_core set partition_key = $1", partition_key)
+
+
+async def test_sql_and_python_read_states_alike(sql: asyncpg.Connection[Any]) -> None:
+    phases = ("submitted", "runnable", "active", "suspended", "terminal", "cancelled")
+    eligibles = ("eligible_now", "not_eligible_until_time", "blocked_by_dependencies", "pending_claim", "cancelled")
+    publics = [*PublicState, "active"]
+    outcomes = (None, "success", "failed", "failure", "retry", "interrupted", "cancelled", "expired", "skipped", "?")
+    cases = list(itertools.product(phases, eligibles, publics, outcomes))
+    rows = await sql.fetch(
+        "select ff_public_state(a, b, c, d) from unnest($1::text[], $2::text[], $3::text[], $4::text[]) k(a, b, c, d)",
+        *zip(*cases, strict=True),
+    )
+    assert [row[0] for row in rows] == [read_public_state(*case) for case in cases]
+
+
+async def test_the_next_set_never_skips_one_that_fits(sql: asyncpg.Connection[Any]) -> None:
+    """Walking any lane by ff_next_set finds every set that a plain filter finds."""
+    rng = random.Random(7)
+    tokens = ["a", "b", "B", "c", "é", "z9", "_x"]
+    for _ in range(60):
+        sets = {tuple(rng.choices(tokens, k=rng.randint(0, 4))) for _ in range(rng.randint(0, 25))}
+        has = rng.sample(tokens, rng.randint(0, 5))
+        await sql.execute("create temp table s (rc text[])")
+        await sql.executemany("insert into s values ($1)", [(list(one),) for one in sets])
+        walked = await sql.fetch(
+            "with recursive w(rc) as ((select rc from s order by rc limit 1) union all"
+            " select n.rc from w cross join lateral (select rc from s where rc >= ff_next_set(w.rc, $1)"
+            " order by rc limit 1) n) select rc from w where rc <@ $1",
+            has,
+        )
+        fits = await sql.fetch("select rc from s where rc <@ $1 order by rc", has)
+        assert [row["rc"] for row in walked] == [row["rc"] for row in fits]
+        await sql.execute("drop table s")
 
 
 async def test_the_clock_is_the_servers_and_cannot_be_set(sql: asyncpg.Connection[Any]) -> None:
