@@ -119,6 +119,11 @@ class Database:
             # Never the text: an address that cannot be parsed may hold a password anywhere.
             raise to_engine_error(error, "connect") or Unavailable("connect", type(error).__name__) from None
 
+    def stop(self) -> None:
+        """Start no more statements; those under way go on until `close`."""
+        for pool in self._pools.values():
+            pool.stop()
+
     async def close(self) -> None:
         """Close every connection."""
         for pool in self._pools.values():

@@ -62,7 +62,7 @@ class Pool:
 
     def take_idle(self, loop: asyncio.AbstractEventLoop | None) -> Connection | None:
         """A live idle connection, without waiting; the common case of `acquire`. None on another event loop."""
-        while self._idle and loop is asyncio.get_running_loop():
+        while self._idle and not self._is_closed and loop is asyncio.get_running_loop():
             connection = self._idle.pop()
             if not connection.is_closed():
                 self._busy.add(connection)
@@ -186,11 +186,15 @@ class Pool:
             for connection in opened:
                 self.release(connection)
 
-    async def close(self) -> None:
-        """Close everything; statements still running are cut off."""
+    def stop(self) -> None:
+        """Hand out no more connections; whoever waits for one is refused."""
         self._is_closed = True
         while self._pass_on(None):
             pass
+
+    async def close(self) -> None:
+        """Close everything; statements still running are cut off."""
+        self.stop()
         for task in list(self._opening):
             task.cancel()
         self.invalidate()

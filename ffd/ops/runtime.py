@@ -101,11 +101,12 @@ class Runtime:
         Shielded: an engine that is left because its task was cancelled must leave nothing behind either.
         """
         with anyio.CancelScope(shield=True):
+            if self._registering:
+                await asyncio.wait(self._registering, timeout=CLOSE_GRACE_S)
+            self.db.stop()
             self.wakeups.close()
             await self.endings.close()
             await self.listener.close()
-            if self._registering:
-                await asyncio.wait(self._registering, timeout=CLOSE_GRACE_S)
             if self._doorbell is not None:
                 await self._doorbell.close()
             await self.db.close()
