@@ -44,6 +44,13 @@ DURATION_MS_MAX: Final = 10 * 366 * 86_400_000
 SIGNALS_MAX: Final = 1_000_000
 BACKOFF_MULTIPLIER_MAX: Final = 1000.0
 
+WAITPOINTS_MAX: Final = 256
+SIGNAL_PAYLOAD_BYTES_MAX: Final = 64 * 1024
+SIGNALS_BYTES_MAX: Final = 1024 * 1024
+RESUME_DELAY_MS_MAX: Final = 366 * 86_400_000
+WAITPOINT_TTL_MS_MAX: Final = 366 * 86_400_000
+KEY_GRACE_MS_MAX: Final = 10 * 366 * 86_400_000
+
 # One operation is tried this often when the database reports contention, with these pauses in between.
 CONTENTION_TRIES: Final = 3
 CONTENTION_PAUSES_MS: Final = (5, 10)

@@ -2,8 +2,8 @@
 
 Operations name a row and never spell its columns. In SQL a row is written ``[[completed]]`` and expands to the
 assignments of its columns; ``[[by d.next_row: waiting_retry, delayed_retry, failed]]`` chooses by a text column
-that holds the row's name; ``[[columns]]`` and ``[[values by …]]`` do the same for an INSERT. The CHECK in the schema
-admits these rows and the reference's.
+that holds the row's name; ``[[suspended because $9]]`` gives the blocking reason; ``[[columns]]`` and
+``[[values by …]]`` do the same for an INSERT. The CHECK in the schema admits these rows and the reference's.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ _COLUMNS: Final = (
     "blocking_reason",
 )
 _ONE: Final = re.compile(r"\[\[(\w+)\]\]")
+_BECAUSE: Final = re.compile(r"\[\[(\w+) because ([^\]]+)\]\]")
 _BY: Final = re.compile(r"\[\[by ([\w.]+): ([\w, ]+)\]\]")
 _VALUES: Final = re.compile(r"\[\[values by ([\w.]+): ([\w, ]+)\]\]")
 _NAMES: Final = "[[columns]]"
@@ -132,6 +133,11 @@ def _assign_one(match: re.Match[str]) -> str:
     return ", ".join(f"{column} = {_choose(column, '', [match[1]])}" for column in _COLUMNS)
 
 
+def _assign_because(match: re.Match[str]) -> str:
+    columns = [f"{column} = {_choose(column, '', [match[1]])}" for column in _COLUMNS if column != "blocking_reason"]
+    return ", ".join([*columns, f"blocking_reason = {match[2]}"])
+
+
 def _assign_by(match: re.Match[str]) -> str:
     names = match[2].replace(" ", "").split(",")
     return ", ".join(f"{column} = {_choose(column, match[1], names)}" for column in _COLUMNS)
@@ -147,6 +153,7 @@ def expand_rows(sql: str) -> str:
     sql = sql.replace(_NAMES, ", ".join(_COLUMNS))
     sql = _VALUES.sub(_values_by, sql)
     sql = _BY.sub(_assign_by, sql)
+    sql = _BECAUSE.sub(_assign_because, sql)
     return _ONE.sub(_assign_one, sql)
 
 

@@ -66,13 +66,13 @@ CLAIM_PHRASES: Final = {
         lease_epoch = greatest(t.lease_epoch + 1, excluded.lease_epoch),
         lease_expires_at_ms = excluded.lease_expires_at_ms, started_at_ms = excluded.started_at_ms,
         timeout_at_ms = excluded.timeout_at_ms, terminal_at_ms = null, outcome = null
-      returning t.partition_key, t.execution_id, t.lease_epoch, t.lease_expires_at_ms""",
+      returning t.partition_key, t.execution_id, t.lease_epoch, t.lease_expires_at_ms, t.started_at_ms as now""",
     "set claimed": """
-      set [[running]], lease_epoch = a.lease_epoch, started_at_ms = coalesce(e.started_at_ms, c.now),
-          interruption = null, delay_until_ms = null, state_since_ms = c.now""",
+      set [[running]], lease_epoch = a.lease_epoch, started_at_ms = coalesce(e.started_at_ms, a.now),
+          interruption = null, delay_until_ms = null, state_since_ms = a.now""",
     "claimed columns": """
       e.partition_key, e.execution_id, e.lane_id, e.attempt_index, e.payload, e.raw_fields,
-      a.lease_epoch, a.lease_expires_at_ms, c.how, c.now, e.priority, e.created_at_ms""",
+      a.lease_epoch, a.lease_expires_at_ms, a.now, e.priority, e.created_at_ms""",
     "acquired event": """
       [[into lease_event]]
       select u.partition_key, u.execution_id::text,
@@ -102,14 +102,15 @@ CLAIM: Final = Statement(
     u as (
       update ff_exec_core e [[set claimed]] from a, c
       where e.partition_key = (select partition_key from c) and e.execution_id = (select execution_id from c)
-      returning [[claimed columns]]),
+      returning [[claimed columns]], c.how),
     v as ([[acquired event]])
     [[claim result]] from u
     """,
     phrases=CLAIM_PHRASES,
 )
 
-# The same for $6 executions at once.
+# The same for $6 executions at once. `h` holds what is not fresh, by id: joining `a` and `c`, two results without an
+# index, would cost the square of the batch.
 CLAIM_MANY: Final = Statement(
     "claim_many",
     """
@@ -123,11 +124,12 @@ CLAIM_MANY: Final = Statement(
         for no key update skip locked) x
       limit $6),
     a as ([[open attempts]]),
+    h as materialized (select jsonb_object_agg(c.execution_id, c.how) as how from c where c.how <> 'fresh'),
     u as (
-      update ff_exec_core e [[set claimed]]
-      from a join c on c.partition_key = a.partition_key and c.execution_id = a.execution_id
+      update ff_exec_core e [[set claimed]] from a
       where e.partition_key = a.partition_key and e.execution_id = a.execution_id
-      returning [[claimed columns]]),
+      returning [[claimed columns]],
+                coalesce((select h.how from h) ->> e.execution_id::text, 'fresh') as how),
     v as ([[acquired event]])
     [[claim result]] from u order by priority desc, created_at_ms, execution_id
     """,

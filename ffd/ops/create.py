@@ -168,11 +168,7 @@ class Draft(NamedTuple):
     key_partition: int
     idempotency_key: str | None
     idempotency_ttl_ms: int
-
-    @property
-    def key(self) -> ExecutionKey:
-        """Where the execution will live."""
-        return ExecutionKey(self.partition_key, self.execution_id)
+    key: ExecutionKey
 
 
 def draft(new: NewExecution, namespace: str) -> Draft:
@@ -215,6 +211,7 @@ def draft(new: NewExecution, namespace: str) -> Draft:
         key_partition,
         None if new.idempotency_key is None else str(new.idempotency_key),
         new.idempotency_ttl_ms,
+        key,
     )
 
 

@@ -33,7 +33,8 @@ from ffd.ops.create import (
 from ffd.ops.runtime import Runtime
 
 # Arrays in key order. Capabilities travel as comma-joined text: PostgreSQL has no ragged arrays, and a token has
-# no comma. Nothing is written when the deadline of any new one has passed.
+# no comma. One row answers for all; which ones were new is told only when some were not. Nothing is written
+# when the deadline of any new one has passed.
 CREATE_MANY: Final = Statement(
     "create_many",
     """
@@ -57,9 +58,11 @@ CREATE_MANY: Final = Statement(
              [[values by k.first_row: waiting_first, delayed_first]]
       from k where not (select is_late from late)
       on conflict (partition_key, execution_id) do nothing
-      returning partition_key, execution_id, public_state)
-    select n.now, late.is_late, x.partition_key, x.execution_id, x.public_state
-    from n cross join late left join x on true
+      returning partition_key, execution_id)
+    select n.now, late.is_late, m.written, m.partitions, m.ids from n, late, (
+      select count(*) as written,
+             case when count(*) < cardinality($1) then array_agg(x.partition_key) end as partitions,
+             case when count(*) < cardinality($1) then array_agg(x.execution_id) end as ids from x) m
     """,
     Planning.CUSTOM,
 )
@@ -142,6 +145,10 @@ async def create_executions(
     return created
 
 
+def _lock_order(new: Draft) -> tuple[int, int]:
+    return (new.partition_key, new.execution_id.int)
+
+
 async def _create_all(session: Session, drafts: list[Draft], namespace: str) -> list[Created]:
     flows = sorted({(new.partition_key, new.flow_id) for new in drafts if new.flow_id is not None})
     for partition_key, flow_id in flows:
@@ -149,19 +156,21 @@ async def _create_all(session: Session, drafts: list[Draft], namespace: str) -> 
     owners = await _take_keys(session, [new for new in drafts if new.idempotency_key is not None], namespace)
     wanted: dict[ExecutionKey, Draft] = {}
     for new in drafts:
-        if owners.get(new.idempotency_key, new.key) == new.key:
+        if not owners or owners.get(new.idempotency_key, new.key) == new.key:
             wanted.setdefault(new.key, new)
-    states = await _insert(session, drafts, sorted(wanted.values(), key=lambda new: new.key))
+    states = await _insert(session, drafts, sorted(wanted.values(), key=_lock_order))
     joined = Counter((new.partition_key, new.flow_id) for key, new in wanted.items() if new.flow_id and key in states)
     for (partition_key, joined_flow), count in joined.items():
         await session.fetch(COUNT_MEMBERS, partition_key, joined_flow, count)
+    if not owners and len(states) == len(drafts):
+        return [Created(str(new.key), states[new.key], False) for new in drafts]
     keys = [ExecutionKey(*owners.get(new.idempotency_key, new.key)) for new in drafts]
     before = await existing(session, (key for key in keys if key not in states))
     answers = []
     for new, key in zip(drafts, keys, strict=True):
         if key in states:
             # The first draft that names an execution made it; whoever else names it finds it.
-            answers.append(Created(str(key), PublicState(states[key]), wanted.get(key) is not new))
+            answers.append(Created(str(key), states[key], wanted.get(key) is not new))
         elif key in before:
             answers.append(before[key])
         else:
@@ -198,17 +207,27 @@ async def _take_keys(session: Session, keyed: list[Draft], namespace: str) -> di
     return owners
 
 
-async def _insert(session: Session, given: list[Draft], ordered: list[Draft]) -> dict[ExecutionKey, str]:
+async def _insert(session: Session, given: list[Draft], ordered: list[Draft]) -> dict[ExecutionKey, PublicState]:
     """Write the rows; the state of each that was new."""
     if not ordered:
         return {}
     columns: list[Any] = [list(column) for column in zip(*(new[:11] for new in ordered), strict=True)]
     columns[4] = [",".join(tokens) for tokens in columns[4]]
-    rows = await session.fetch(CREATE_MANY, *columns)
-    now = rows[0]["now"]
-    if rows[0]["is_late"]:
+    row = await session.fetchrow(CREATE_MANY, *columns)
+    assert row is not None  # noqa: S101  (the statement selects from one constant row)
+    now = row["now"]
+    if row["is_late"]:
         late = [new for new in ordered if new.deadline_at_ms is not None and new.deadline_at_ms <= now]
         found = await existing(session, (new.key for new in late))
         first = next(new for new in given if new in late and new.key not in found)
         raise past_deadline(f"executions[{given.index(first)}].deadline_at_ms", first.deadline_at_ms, now)
-    return {ExecutionKey(p, e): state for _, _, p, e, state in rows if state is not None}
+    if row["written"] == len(ordered):
+        return {new.key: _first_state(new, now) for new in ordered}
+    written = set(zip(row["partitions"] or (), row["ids"] or (), strict=True))
+    return {new.key: _first_state(new, now) for new in ordered if new[:2] in written}
+
+
+def _first_state(new: Draft, now: int) -> PublicState:
+    """What the statement has written for it."""
+    is_delayed = new.delay_until_ms is not None and new.delay_until_ms > now
+    return PublicState.DELAYED if is_delayed else PublicState.WAITING

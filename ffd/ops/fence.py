@@ -7,7 +7,7 @@ moved, not active, expired.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, Protocol
 
 from ffd.core.errors import Contention, ContentionKind, EngineError, NotFound, State, StateKind
 from ffd.core.handles import Lease
@@ -43,12 +43,19 @@ CLASSIFY_MANY: Final = Statement(
 )
 
 
+class Named(Protocol):
+    """A row, or a dictionary that stands for one."""
+
+    def __getitem__(self, name: str, /) -> Any:
+        """One column."""
+
+
 def is_own_ending(row: Row | None, lease: Lease, *outcomes: str) -> bool:
     """Whether the attempt ended by this very owner's earlier call (I2)."""
     return row is not None and row["lease_epoch"] == lease.lease_epoch and row["outcome"] in outcomes
 
 
-def refusal(row: Row | None, lease: Lease) -> EngineError | None:
+def refusal(row: Named | None, lease: Lease) -> EngineError | None:
     """The error for a refused write, or None when nothing stands against it (any more)."""
     key = lease.key
     if row is None:
@@ -76,7 +83,7 @@ def refusal(row: Row | None, lease: Lease) -> EngineError | None:
     return None
 
 
-def not_active(row: Row, lease: Lease) -> Contention:
+def not_active(row: Named, lease: Lease) -> Contention:
     """The refusal that lets a client recognise its own earlier success: outcome, epoch, phase, attempt."""
     state = read_public_state(row["lifecycle_phase"], row["eligibility_state"], row["public_state"], row["outcome"])
     return Contention(

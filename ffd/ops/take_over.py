@@ -31,7 +31,7 @@ CLAIM_RESUMED: Final = Statement(
     u as (
       update ff_exec_core e [[set claimed]] from a, c
       where e.partition_key = $1 and e.execution_id = $2
-      returning [[claimed columns]]),
+      returning [[claimed columns]], c.how),
     v as ([[acquired event]])
     [[claim result]] from u
     """,
@@ -52,7 +52,7 @@ CLAIM_STARTED: Final = Statement(
     u as (
       update ff_exec_core e [[set claimed]] from a, c
       where e.partition_key = $1 and e.execution_id = $2
-      returning [[claimed columns]]),
+      returning [[claimed columns]], c.how),
     v as ([[acquired event]])
     [[claim result]] from u
     """,

@@ -39,3 +39,7 @@ DOORBELL_FAILURES: Final = Counter(
     "ffd_doorbell_failures_total",
     "Notifications that could not be sent; each costs its readers at most one poll interval.",
 )
+TOKEN_REJECTIONS: Final = Counter(
+    "ffd_token_rejections_total",
+    "Signals refused because their token did not hold.",
+)
