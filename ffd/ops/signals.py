@@ -68,7 +68,7 @@ _PHRASES: Final = {
     "signal event": """
       insert into ff_signal_event (partition_key, execution_id, signal_id, waitpoint_id, source_identity,
                                    delivered_at_ms, signal_name, effect, namespace, instance_tag, tags)
-      select $1, $2::text, $5, $3::text, $7, x.now, $6, $8, [[origin x]] from x""",
+      select $1, $2::uuid::text, $5, $3::uuid::text, $7, x.now, $6, $8, [[origin x]] from x""",
     "dedup": """
       insert into ff_signal_dedup (partition_key, waitpoint_id, idempotency_key, execution_id, signal_id, expires_at_ms)
       select $1, $3, $9, $2, $5, x.now + $10 from x where $9::text is not null
