@@ -18,15 +18,22 @@ from ffd.db.statement import Statement
 from ffd.ops.claim import CLAIM_PHRASES, check_worker, read_claim
 from ffd.ops.runtime import Runtime
 
+_PHRASES: Final = {
+    # By its key and nothing else: with the predicate of the claim index here, the planner would walk that index.
+    "locked": """
+      k as materialized (
+        select [[candidate columns]], lifecycle_phase, eligibility_state, public_state, attempt_state
+        from ff_exec_core where partition_key = $1 and execution_id = $2 for no key update)""",
+    **CLAIM_PHRASES,
+}
+
 # $1 partition_key, $2 execution_id. Waits for the row, looks at its newest version, then at the clock.
 CLAIM_RESUMED: Final = Statement(
     "claim_resumed",
     """
-    with k as materialized (
-      select [[candidate columns]] from ff_exec_core
-      where partition_key = $1 and execution_id = $2 and [[claimable]] and public_state = 'resumable'
-      for no key update),
-    c as materialized (select k.*, ff_now_ms() as now from k),
+    with [[locked]],
+    c as materialized (
+      select k.*, ff_now_ms() as now from k where [[claimable]] and public_state = 'resumable'),
     a as ([[open attempts]]),
     u as (
       update ff_exec_core e [[set claimed]] from a, c
@@ -35,19 +42,17 @@ CLAIM_RESUMED: Final = Statement(
     v as ([[acquired event]])
     [[claim result]] from u
     """,
-    phrases=CLAIM_PHRASES,
+    phrases=_PHRASES,
 )
 
 # Any claimable execution that had an attempt before.
 CLAIM_STARTED: Final = Statement(
     "claim_started",
     """
-    with k as materialized (
-      select [[candidate columns]] from ff_exec_core
-      where partition_key = $1 and execution_id = $2 and [[claimable]]
-        and attempt_state not in ('pending_first_attempt', 'pending')
-      for no key update),
-    c as materialized (select k.*, ff_now_ms() as now from k),
+    with [[locked]],
+    c as materialized (
+      select k.*, ff_now_ms() as now from k
+      where [[claimable]] and attempt_state not in ('pending_first_attempt', 'pending')),
     a as ([[open attempts]]),
     u as (
       update ff_exec_core e [[set claimed]] from a, c
@@ -56,7 +61,7 @@ CLAIM_STARTED: Final = Statement(
     v as ([[acquired event]])
     [[claim result]] from u
     """,
-    phrases=CLAIM_PHRASES,
+    phrases=_PHRASES,
 )
 
 # Expiry and claim in one. The execution is locked first, then the attempt with its own condition, so that a

@@ -31,6 +31,7 @@ TABLES = {
     "ff_operator_event",
     "ff_pending_cancel_groups",
     "ff_schema_migration",
+    "ff_signal_dedup",
     "ff_signal_event",
     "ff_suspend_dedup",
     "ff_suspension_current",
