@@ -144,7 +144,7 @@ def _check_key(key: object, keys: Collection[str], path: str) -> None:
 def _check_count(n: object, kind: object, waitpoints: object, keys: Collection[str], path: str) -> None:
     if type(n) is not int or not 1 <= n <= COUNT_MAX:
         raise _bad(f"expected an integer in 1..{COUNT_MAX}", f"{path}.n")
-    if kind not in set(CountKind):
+    if kind not in tuple(CountKind):
         raise _bad(f"expected one of {', '.join(CountKind)}", f"{path}.kind")
     if not isinstance(waitpoints, tuple | list) or not waitpoints:
         raise _bad("expected at least one waitpoint key", f"{path}.waitpoints")

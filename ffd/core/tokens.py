@@ -13,9 +13,9 @@ from typing import Final
 
 from ffd.core.errors import Validation, ValidationKind
 
-_TOKEN: Final = re.compile(r"([^:\x00-\x1f\x7f]{1,64}):([0-9a-f]{64})")
+_TOKEN: Final = re.compile(r"([^:\x00-\x1f\x7f\ud800-\udfff]{1,64}):([0-9a-f]{64})")
 _SECRET_HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
-_KID: Final = re.compile(r"[^:\x00-\x1f\x7f]{1,64}")
+_KID: Final = re.compile(r"[^:\x00-\x1f\x7f\ud800-\udfff]{1,64}")
 # Compared against when there is no such key, so that an unknown kid takes as long as a known one.
 _NO_SECRET: Final = b"\0" * 32
 

@@ -135,7 +135,7 @@ class Pool:
                     self._pass_on(None)
                 else:
                     self.release(connection)
-            else:
+            elif waiter in self._waiters:
                 self._waiters.remove(waiter)
             raise
 

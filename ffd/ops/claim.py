@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ffd.core.checks import check_capabilities, check_int, check_lane, check_text
+from ffd.core.errors import Unavailable
 from ffd.core.events import LEASE_RINGS
 from ffd.core.handles import Handle, HandleKind, Lease
 from ffd.core.ids import attempt_id_text, lease_id_text
@@ -245,6 +246,18 @@ async def claim_many(
     return [read_claim(row, lease_ttl_ms, worker_instance_id) for row in rows]
 
 
+async def _look(
+    runtime: Runtime, statement: Statement, wanted: Wanted, limit: tuple[int, ...], deadline: float
+) -> list[Row]:
+    """One look at the lane. An outage is waited out like an empty lane, as long as there is time left."""
+    try:
+        return await runtime.db.fetch(statement, *wanted, *limit)
+    except Unavailable:
+        if runtime.is_closed or time.monotonic() >= deadline:
+            raise
+        return []
+
+
 async def _wait_for_work(
     runtime: Runtime, statement: Statement, wanted: Wanted, limit: tuple[int, ...], wait_ms: int
 ) -> list[Row]:
@@ -254,7 +267,7 @@ async def _wait_for_work(
     with runtime.wakeups.ticket(key) as ticket:
         try:
             # The ticket stands before this look, so that work arriving in between rings it.
-            while not (rows := await runtime.db.fetch(statement, *wanted, *limit)):
+            while not (rows := await _look(runtime, statement, wanted, limit, deadline)):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or not await ticket.wait(left_s):
                     return []

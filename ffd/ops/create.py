@@ -225,13 +225,17 @@ def past_deadline(field: str, deadline_at_ms: int | None, now: int) -> Validatio
 
 
 class Session:
-    """Where the statements of one create call run: the engine's pool, or the caller's transaction."""
+    """Where the statements of one create call run: the engine's pool, the caller's transaction, or one of ours.
 
-    def __init__(self, runtime: Runtime, connection: asyncpg.Connection[Any] | None) -> None:
+    In a transaction of ours the server's errors pass as they are: `Database.transact` decides on trying again.
+    """
+
+    def __init__(self, runtime: Runtime, connection: asyncpg.Connection[Any] | None, *, is_ours: bool = False) -> None:
         if connection is not None:
             check_connection(connection)
         self._runtime = runtime
         self._connection = connection
+        self._is_ours = is_ours
 
     async def fetch(self, statement: Statement, *args: Any) -> list[Row]:
         """Run one statement."""
@@ -240,6 +244,8 @@ class Session:
         try:
             rows: list[Row] = await self._connection.fetch(statement.sql, *args)
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            if self._is_ours:
+                raise
             raise to_engine_error(error, statement.name) or error from error
         return rows
 
@@ -308,7 +314,7 @@ async def _create_member(
     runtime: Runtime, new: Draft, flow_id: UUID, connection: asyncpg.Connection[Any] | None
 ) -> Created:
     async def body(inner: asyncpg.Connection[Any]) -> Created:
-        session = Session(runtime, inner)
+        session = Session(runtime, inner, is_ours=connection is None)
         await lock_open_flow(session, new.partition_key, flow_id)
         created = await _insert(session, new, runtime.namespace)
         if not created.is_duplicate:

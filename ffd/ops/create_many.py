@@ -125,7 +125,8 @@ async def create_executions(
     is_plain = all(new.idempotency_key is None and new.flow_id is None for new in drafts)
 
     async def body(inner: asyncpg.Connection[Any]) -> list[Created]:
-        return await _create_all(Session(runtime, inner), drafts, runtime.namespace)
+        session = Session(runtime, inner, is_ours=connection is None)
+        return await _create_all(session, drafts, runtime.namespace)
 
     if is_plain:
         created = await _create_all(Session(runtime, connection), drafts, runtime.namespace)

@@ -45,6 +45,7 @@ class Runtime:
 
     def __init__(self, database: DatabaseSettings, outbox: OutboxSettings, namespace: str) -> None:
         self.namespace = namespace
+        self.is_closed = False
         self.outbox = outbox
         self.db = Database(database)
         self.wakeups = Wakeups()
@@ -103,6 +104,7 @@ class Runtime:
         with anyio.CancelScope(shield=True):
             if self._registering:
                 await asyncio.wait(self._registering, timeout=CLOSE_GRACE_S)
+            self.is_closed = True
             self.db.stop()
             self.wakeups.close()
             await self.endings.close()

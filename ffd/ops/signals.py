@@ -7,6 +7,7 @@ one execution queue behind each other at its row and are all answered.
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -46,7 +47,11 @@ READ_FOR_SIGNAL: Final = Statement(
     """
     select ff_now_ms() as now, w.state, w.waitpoint_key, w.expires_at_ms, w.buffered,
            s.suspension_id, s.closed_at_ms, s.condition, s.member_map, s.resume_delay_ms,
-           octet_length(s.member_map::text) as stored_bytes, octet_length(w.buffered::text) as buffered_bytes,
+           octet_length(s.member_map::text) as stored_bytes,
+           -- One suspension may use all of them.
+           case w.state when 'pending' then (
+             select sum(octet_length(buffered::text)) from ff_waitpoint_pending
+             where partition_key = $1 and execution_id = $2) end as buffered_bytes,
            d.signal_id as first_signal_id, p.max_signals
     from (select 1) one
     left join lateral (
@@ -57,7 +62,8 @@ READ_FOR_SIGNAL: Final = Statement(
       where partition_key = $1 and execution_id = $2) s on true
     left join lateral (
       select signal_id from ff_signal_dedup
-      where partition_key = $1 and waitpoint_id = $3 and idempotency_key = $4 and expires_at_ms > ff_now_ms()) d on true
+      where partition_key = $1 and waitpoint_id = $3 and idempotency_key = $4 and execution_id = $2
+        and expires_at_ms > ff_now_ms()) d on true
     left join lateral (
       select ff_policy_number(policy, '{max_signals_per_execution}', 1000)::bigint as max_signals from ff_exec_core
       where partition_key = $1 and execution_id = $2) p on true
@@ -73,7 +79,8 @@ _PHRASES: Final = {
       insert into ff_signal_dedup (partition_key, waitpoint_id, idempotency_key, execution_id, signal_id, expires_at_ms)
       select $1, $3, $9, $2, $5, x.now + $10 from x where $9::text is not null
       on conflict (partition_key, waitpoint_id, idempotency_key) do update set
-        signal_id = excluded.signal_id, expires_at_ms = excluded.expires_at_ms""",
+        execution_id = excluded.execution_id, signal_id = excluded.signal_id,
+        expires_at_ms = excluded.expires_at_ms""",
 }
 
 # $4 now, $5 signal_id, $6 name, $7 source_identity, $8 effect, $9 idempotency key, $10 its ttl, $11 buffered
@@ -132,6 +139,16 @@ RESUME_BY_SIGNAL: Final = Statement(
     select 1 as ok from x
     """,
     phrases=_PHRASES,
+)
+
+# $1 partition_key, $2 waitpoint_id, $3 execution_id, $4 idempotency key
+FIRST_SIGNAL: Final = Statement(
+    "first_signal",
+    """
+    select signal_id from ff_signal_dedup
+    where partition_key = $1 and waitpoint_id = $2 and idempotency_key = $4 and execution_id = $3
+      and expires_at_ms > ff_now_ms()
+    """,
 )
 
 OBSERVE: Final = Statement(
@@ -281,13 +298,20 @@ async def deliver_approval_signal(
     name = check_text(name, "name", 64)
     actor = check_text(actor, "actor", 128)
     suffix = check_text(idempotency_suffix, "idempotency_suffix", 48, may_be_empty=True)
-    row = await runtime.db.fetchrow(READ_TOKEN, key.partition_key, uuid, key.execution_id)
+    # Hashed: a colon in a name must not make two people's decisions one.
+    once = f"approval:{sha256(encode([name, actor, suffix]).encode()).hexdigest()}"
+    at = (key.partition_key, uuid, key.execution_id)
+    row = await runtime.db.fetchrow(READ_TOKEN, *at)
     if row is None:
-        raise NotFound("waitpoint", str(uuid))
+        # Gone, perhaps by this very decision: its repeat is answered like any other.
+        first = await runtime.db.fetchrow(FIRST_SIGNAL, *at, once)
+        if first is None:
+            raise NotFound("waitpoint", str(uuid))
+        return Duplicate(first["signal_id"])
     signal = Signal(
         str(key), str(uuid), name, row["token"], source_type="operator", source_identity=actor, category="approval"
     )
-    return await deliver_signal(runtime, signal, f"approval:{name}:{actor}:{suffix}", DAY_MS)
+    return await deliver_signal(runtime, signal, once, DAY_MS)
 
 
 async def observe_signals(runtime: Runtime, handle: Handle) -> list[ResumeSignal]:

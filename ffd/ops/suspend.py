@@ -84,12 +84,13 @@ READ_FOR_SUSPEND: Final = Statement(
 )
 
 _PHRASES: Final = {
-    # The row is replaced by the next suspension and kept after this one, for observe_signals.
+    # The row is replaced by the next suspension and kept after this one, for observe_signals; closed, it has no timer.
     "suspension": """
       insert into ff_suspension_current as s (
         partition_key, execution_id, suspension_id, suspended_at_ms, timeout_at_ms, reason_code, condition, member_map,
         timeout_behavior, resume_delay_ms, closed_at_ms, close_reason)
-      select $1, $2, $5, x.now, $7, $6, $8::text::jsonb, $9::text::jsonb, $10, $11, x.closed_at_ms, x.close_reason
+      select $1, $2, $5, x.now, case when x.closed_at_ms is null then $7::bigint end, $6, $8::text::jsonb,
+             $9::text::jsonb, $10, $11, x.closed_at_ms, x.close_reason
       from x
       on conflict (partition_key, execution_id) do update set
         suspension_id = excluded.suspension_id, suspended_at_ms = excluded.suspended_at_ms,
@@ -132,12 +133,14 @@ SUSPEND: Final = Statement(
       order by k.id
       on conflict (partition_key, waitpoint_id) do update set
         state = 'active', activated_at_ms = excluded.activated_at_ms, expires_at_ms = excluded.expires_at_ms,
-        required_signal_names = excluded.required_signal_names, buffered = '[]'),
+        required_signal_names = excluded.required_signal_names, buffered = '[]'
+        where w.execution_id = excluded.execution_id
+      returning 1),
     v as ([[into lease_event]]
       select x.partition_key, x.execution_id::text, 'revoked', 'suspended', x.now, $3, $4, x.worker_id,
              x.worker_instance_id, [[origin x]] from x),
     d as ([[dedup]])
-    select lease_epoch from x
+    select (select count(*) from w) as waitpoints from x
     """,
     phrases=_PHRASES,
 )
@@ -164,15 +167,16 @@ class Asked(NamedTuple):
     suspend: Suspend
     suspension_id: UUID
     on_timeout: OnTimeout
-    fresh: list[tuple[str, UUID]]
-    pending: list[UUID]
+    fresh: dict[UUID, str]
+    # Of all waitpoints, in the order in which they were asked for.
+    waitpoint_ids: list[UUID]
     dedup_key: str | None
 
 
 def _ask(key: ExecutionKey, suspend: Suspend, idempotency_key: str | None) -> Asked:
     if not isinstance(suspend, Suspend):
         raise Validation(ValidationKind.INVALID_INPUT, "expected a Suspend", "suspend")
-    if suspend.reason not in REASONS:
+    if suspend.reason not in tuple(REASONS):
         raise Validation(ValidationKind.INVALID_INPUT, f"expected one of {', '.join(REASONS)}", "reason")
     try:
         on_timeout = OnTimeout(suspend.on_timeout)
@@ -185,39 +189,38 @@ def _ask(key: ExecutionKey, suspend: Suspend, idempotency_key: str | None) -> As
     check_int(suspend.resume_delay_ms, "resume_delay_ms", 0, RESUME_DELAY_MS_MAX)
     given_id = suspend.suspension_id
     suspension_id = new_uuid() if given_id is None else parse_uuid(given_id, "suspension_id")
-    fresh, pending = _waitpoints(suspend.waitpoints)
-    if not pending:
-        keys = [name for name, _ in fresh]
-        check_condition(suspend.condition, keys, has_timeout=suspend.timeout_at_ms is not None)
+    fresh, waitpoint_ids = _waitpoints(suspend.waitpoints)
+    if len(fresh) == len(waitpoint_ids):
+        check_condition(suspend.condition, [*fresh.values()], has_timeout=suspend.timeout_at_ms is not None)
     dedup_key = None
     if idempotency_key is not None:
         dedup_key = f"{key.execution_id}:{check_text(idempotency_key, 'idempotency_key', KEY_BYTES_MAX)}"
-    return Asked(suspend, suspension_id, on_timeout, fresh, pending, dedup_key)
+    return Asked(suspend, suspension_id, on_timeout, fresh, waitpoint_ids, dedup_key)
 
 
-def _waitpoints(waitpoints: object) -> tuple[list[tuple[str, UUID]], list[UUID]]:
+def _waitpoints(waitpoints: object) -> tuple[dict[UUID, str], list[UUID]]:
     if not isinstance(waitpoints, Sequence) or isinstance(waitpoints, str) or len(waitpoints) > WAITPOINTS_MAX:
         raise Validation(
             ValidationKind.INVALID_INPUT, f"expected at most {WAITPOINTS_MAX} of Fresh and UsePending", "waitpoints"
         )
-    fresh: list[tuple[str, UUID]] = []
-    pending: list[UUID] = []
+    fresh: dict[UUID, str] = {}
+    ids: list[UUID] = []
     for at, waitpoint in enumerate(waitpoints):
         match waitpoint:
             case Fresh(key, waitpoint_id):
                 uuid = (
                     new_uuid() if waitpoint_id is None else parse_uuid(waitpoint_id, f"waitpoints[{at}].waitpoint_id")
                 )
-                fresh.append((check_key(key, f"waitpoints[{at}].key"), uuid))
+                fresh[uuid] = check_key(key, f"waitpoints[{at}].key")
             case UsePending(waitpoint_id):
-                pending.append(parse_uuid(waitpoint_id, f"waitpoints[{at}].waitpoint_id"))
+                uuid = parse_uuid(waitpoint_id, f"waitpoints[{at}].waitpoint_id")
             case _:
                 raise Validation(ValidationKind.INVALID_INPUT, "expected Fresh or UsePending", f"waitpoints[{at}]")
-    ids = [uuid for _, uuid in fresh] + pending
+        ids.append(uuid)
     if len(set(ids)) != len(ids):
         raise Validation(ValidationKind.INVALID_INPUT, "a waitpoint id stands twice", "waitpoints")
-    _check_distinct([key for key, _ in fresh])
-    return fresh, pending
+    _check_distinct([*fresh.values()])
+    return fresh, ids
 
 
 def check_key(key: object, field: str) -> str:
@@ -253,18 +256,23 @@ def _bind(key: ExecutionKey, asked: Asked, row: Row) -> list[Bound]:
         raise Validation(
             ValidationKind.INVALID_INPUT, "no signing key is active; seed one with `ffd keys seed`", "waitpoints"
         )
-    by_id: dict[UUID, Bound] = {}
-    for name, uuid in asked.fresh:
+    bound = []
+    for uuid in asked.waitpoint_ids:
+        if uuid not in asked.fresh:
+            bound.append(_bind_pending(key, uuid, stored.get(uuid), row["now"]))
+            continue
         if uuid in stored:
-            raise Conflict(ConflictKind.WAITPOINT_ALREADY_EXISTS, f"waitpoint {uuid} exists", waitpoint_id=str(uuid))
-        by_id[uuid] = Bound(uuid, name, row["kid"], mint_token(row["kid"], row["secret"], str(key), str(uuid)), [])
-    for uuid in asked.pending:
-        by_id[uuid] = _bind_pending(key, uuid, stored.get(uuid), row["now"])
-    bound = [by_id[uuid] for uuid in [uuid for _, uuid in asked.fresh] + asked.pending]
+            raise _exists(uuid)
+        token = mint_token(row["kid"], row["secret"], str(key), str(uuid))
+        bound.append(Bound(uuid, asked.fresh[uuid], row["kid"], token, []))
     _check_distinct([one.key for one in bound])
     keys = [one.key for one in bound]
     check_condition(asked.suspend.condition, keys, has_timeout=asked.suspend.timeout_at_ms is not None)
     return bound
+
+
+def _exists(uuid: UUID) -> Conflict:
+    return Conflict(ConflictKind.WAITPOINT_ALREADY_EXISTS, f"waitpoint {uuid} exists", waitpoint_id=str(uuid))
 
 
 def _bind_pending(key: ExecutionKey, uuid: UUID, one: dict[str, Any] | None, now: int) -> Bound:
@@ -345,8 +353,9 @@ async def _run(
         held = (
             lease if handle is not None else lease._replace(attempt_index=core["attempt_index"], lane=core["lane_id"])
         )
-        ids = [uuid for _, uuid in asked.fresh] + asked.pending
-        row = await connection.fetchrow(READ_FOR_SUSPEND.sql, *key, held.attempt_index, asked.dedup_key, ids)
+        row = await connection.fetchrow(
+            READ_FOR_SUSPEND.sql, *key, held.attempt_index, asked.dedup_key, asked.waitpoint_ids
+        )
         assert row is not None  # noqa: S101  (the statement selects from one constant row)
         if row["outcome_json"] is not None:
             return _repeat(row["outcome_json"], handle), False
@@ -412,4 +421,7 @@ async def _write(
     if row is None:
         # Only the expiry can have moved since it was read: the lease ran out in between.
         raise State(StateKind.LEASE_EXPIRED, f"{lease.key}: the lease ran out", execution_id=str(lease.key))
+    if row["waitpoints"] != len(bound):
+        # Another execution, which no lock of ours holds up, has made a waitpoint of the same id since.
+        raise Conflict(ConflictKind.WAITPOINT_ALREADY_EXISTS, f"{lease.key}: a waitpoint id is another execution's")
     return Suspended(str(asked.suspension_id), tokens, after), True
