@@ -108,6 +108,7 @@ class Database:
             for planning, size in sizes.items()
         }
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_stopped = False
         _databases.add(self)
 
     async def open(self) -> None:
@@ -121,6 +122,7 @@ class Database:
 
     def stop(self) -> None:
         """Start no more statements; those under way go on until `close`."""
+        self._is_stopped = True
         for pool in self._pools.values():
             pool.stop()
 
@@ -154,6 +156,8 @@ class Database:
             await asyncio.sleep(CONTENTION_PAUSES_MS[tries - 1] / 1000)
             return
         engine_error = to_engine_error(error, op)
+        if self._is_stopped and isinstance(engine_error, Unavailable):
+            raise Unavailable(op, "the engine is closed") from error
         if engine_error is None or engine_error is error:
             raise error
         raise engine_error from error
