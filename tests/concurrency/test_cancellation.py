@@ -31,7 +31,7 @@ from tests.concurrency.sessions import (
 )
 from tests.support import EXPIRE, WORKER, Rig
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 FAR_MS = 10**15
 NEW_ID = str(new_execution_key())

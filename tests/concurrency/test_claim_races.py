@@ -17,7 +17,7 @@ from ffd.db.pool import Connection
 from tests.concurrency.sessions import assert_invariants, both_ways, race
 from tests.support import OTHER, WORKER, Clock, Rig
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 WORKERS = 32
 EXECUTIONS = 2_000

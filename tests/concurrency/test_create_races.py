@@ -16,7 +16,7 @@ from ffd.core.ids import new_execution_key, new_uuid, partition_of
 from ffd.db.pool import Connection
 from tests.concurrency.sessions import assert_invariants, race
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 CONNECTIONS = 16
 

@@ -23,7 +23,7 @@ from ffd import (
 from tests.concurrency.sessions import assert_invariants, both_ways, is_fenced, lose_lease, race, reclaim
 from tests.support import OTHER, Clock, Rig, stale
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 RETRY_AT_ONCE = ExecutionPolicy(retry=RetryPolicy(max_retries=5, backoff=Fixed(0)))
 NO_RETRY = ExecutionPolicy(retry=RetryPolicy(max_retries=0))

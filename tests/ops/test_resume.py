@@ -1,0 +1,178 @@
+"""Operators resume: whatever the condition says, once, and it is kept who did it and why."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from ffd import (
+    Claim,
+    Engine,
+    EngineError,
+    Fresh,
+    HandleKind,
+    NotFound,
+    OperatorOnly,
+    Signal,
+    Single,
+    State,
+    StateKind,
+    Suspend,
+    Suspended,
+)
+from ffd.core.ids import parse_execution_id
+from tests.support import OTHER, Clock, Rig
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+async def _key(engine: Engine) -> None:
+    await engine.seed_waitpoint_hmac_secret("k1", "9c" * 32)
+
+
+async def suspended(rig: Rig, **suspend: Any) -> tuple[Claim, Suspended]:
+    claim = await rig.running()
+    outcome = await rig.engine.suspend(claim.handle, Suspend([Fresh("a"), Fresh("b")], OperatorOnly(), **suspend))
+    assert isinstance(outcome, Suspended)
+    return claim, outcome
+
+
+async def everything(rig: Rig) -> str:
+    tables = ("ff_suspension_current", "ff_waitpoint_pending", "ff_operator_event", "ff_signal_event")
+    parts = [
+        await rig.sql.fetchval(f"select md5(coalesce(string_agg(t::text, '|' order by t::text), '')) from {table} t")
+        for table in tables
+    ]
+    return "/".join([await rig.fingerprint(), *parts])
+
+
+async def refused(rig: Rig, call: Awaitable[Any]) -> EngineError:
+    before = await everything(rig)
+    with pytest.raises(EngineError) as info:
+        await call
+    assert await everything(rig) == before, "a refused call changed something"
+    return info.value
+
+
+async def test_resuming_closes_the_suspension_and_every_waitpoint(rig: Rig, clock: Clock) -> None:
+    """C-179, V-037. The item deletes the suspension's row; here it stays for `observe_signals`, closed."""
+    claim, outcome = await suspended(rig, timeout_at_ms=await clock.now_ms() + 10**6)
+    point = outcome.waitpoints[0]
+    signal = Signal(claim.execution_id, point.waitpoint_id, "note", point.token, source_type="t", source_identity="i")
+    await rig.engine.deliver_signal(signal)
+    await clock.advance(9)
+    await rig.engine.resume_execution(claim.execution_id, reason="checked by hand", actor="alice")
+    now = await clock.now_ms()
+    assert await rig.state(claim.execution_id) == (
+        "resumable",
+        "runnable",
+        "unowned",
+        "eligible_now",
+        "attempt_interrupted",
+    )
+    assert await rig.completions(claim.execution_id) == ["resumable"]
+    row = await rig.sql.fetchrow("select closed_at_ms, close_reason, timeout_at_ms from ff_suspension_current")
+    assert row is not None
+    assert tuple(row.values()) == (now, "operator", None)
+    assert await rig.sql.fetchval("select count(*) from ff_waitpoint_pending") == 0
+    event = await rig.sql.fetchrow("select * from ff_operator_event")
+    assert event is not None
+    assert (event["event_type"], event["actor"], event["reason"], event["occurred_at_ms"]) == (
+        "resumed",
+        "alice",
+        "checked by hand",
+        now,
+    )
+    assert event["execution_id"] == str(parse_execution_id(claim.execution_id).execution_id)
+    assert msgspec.json.decode(event["details"]) == {"resume_delay_ms": 0, "previous_state": "suspended"}
+    for late in outcome.waitpoints:
+        again = msgspec.structs.replace(signal, waitpoint_id=late.waitpoint_id, token=late.token)
+        assert (await refused(rig, rig.engine.deliver_signal(again))).code == "state.waitpoint_closed"
+    resumed = await rig.engine.claim_resumed_execution(claim.execution_id, **OTHER)
+    assert (resumed.handle.kind, resumed.attempt_index) == (HandleKind.RESUMED, 0)
+    assert [one.signal_name for one in await rig.engine.observe_signals(resumed.handle)] == ["note"]
+    await rig.engine.complete(resumed.handle)
+
+
+async def test_plain_claim_takes_it_too(rig: Rig) -> None:
+    """The reference's was out of reach of every typed claim."""
+    claim, _ = await suspended(rig)
+    await rig.engine.resume_execution(claim.execution_id, reason="")
+    assert (await rig.claim()).execution_id == claim.execution_id
+
+
+async def test_a_delay_makes_it_delayed_first(rig: Rig, clock: Clock) -> None:
+    """C-180: the time is stored, so that somebody can act on it; the event is written once, now."""
+    claim, _ = await suspended(rig, resume_delay_ms=77)
+    await rig.engine.resume_execution(claim.execution_id, reason="later", resume_delay_ms=5000)
+    assert await rig.state(claim.execution_id) == (
+        "delayed",
+        "runnable",
+        "unowned",
+        "not_eligible_until_time",
+        "attempt_interrupted",
+    )
+    row = await rig.core(claim.execution_id)
+    assert (row["blocking_reason"], row["delay_until_ms"]) == (
+        "waiting_for_resume_delay",
+        await clock.now_ms() + 5000,
+    )
+    assert await rig.completions(claim.execution_id) == ["resumable"]
+    assert await rig.engine.claim("default", **OTHER) is None
+
+
+async def test_what_is_not_suspended_cannot_be_resumed(rig: Rig) -> None:
+    """C-181: never claimed, running, resumed already (called twice), ended."""
+    created = await rig.create(lane="other")
+    claim = await rig.running()
+    error = await refused(rig, rig.engine.resume_execution(created, reason="x"))
+    assert isinstance(error, State)
+    assert (error.kind, error.context["public_state"]) == (StateKind.EXECUTION_NOT_SUSPENDED, "waiting")
+    error = await refused(rig, rig.engine.resume_execution(claim.execution_id, reason="x"))
+    assert error.code == "state.execution_not_suspended"
+    await rig.engine.suspend(claim.handle, Suspend([Fresh("a")], Single("a")))
+    await rig.engine.resume_execution(claim.execution_id, reason="x")
+    error = await refused(rig, rig.engine.resume_execution(claim.execution_id, reason="x"))
+    assert error.code == "state.execution_not_suspended"
+    await rig.engine.complete((await rig.claim()).handle)
+    error = await refused(rig, rig.engine.resume_execution(claim.execution_id, reason="x"))
+    assert error.code == "state.execution_not_suspended"
+    assert await rig.sql.fetchval("select count(*) from ff_operator_event") == 1
+
+
+async def test_an_unknown_execution_is_not_found(rig: Rig) -> None:
+    """C-182."""
+    assert isinstance(await refused(rig, rig.engine.resume_execution(f"{{fp:1}}:{uuid4()}", reason="x")), NotFound)
+
+
+async def test_bad_input_is_named_and_changes_nothing(rig: Rig) -> None:
+    claim, _ = await suspended(rig)
+    bad: list[tuple[str, Any]] = [
+        ("execution_id", "x"),
+        ("reason", None),
+        ("reason", "r" * 1025),
+        ("reason", "a\0"),
+        ("actor", "a" * 257),
+        ("actor", 5),
+        ("resume_delay_ms", -1),
+        ("resume_delay_ms", 2**62),
+        ("resume_delay_ms", None),
+    ]
+    for field, value in bad:
+        call: dict[str, Any] = {"execution_id": claim.execution_id, "reason": "x", field: value}
+        error = await refused(rig, rig.engine.resume_execution(**call))
+        assert getattr(error, "field", None) == field
+    await rig.engine.resume_execution(claim.execution_id, reason="r" * 1024, actor="a" * 256)
+
+
+async def test_a_member_of_a_flow_carries_its_flow_into_the_event(rig: Rig) -> None:
+    claim, _ = await suspended(rig)
+    flow = uuid4()
+    await rig.sql.execute("update ff_exec_core set flow_id = $1", flow)
+    await rig.engine.resume_execution(claim.execution_id, reason="x")
+    assert await rig.sql.fetchval("select flow_id from ff_completion_event") == flow
