@@ -21,7 +21,7 @@ from ffd import (
     ValidationKind,
 )
 from ffd.core.ids import parse_execution_id, partition_of
-from tests.support import WORKER, Clock, Rig
+from tests.support import WORKER, Clock, Rig, until
 
 pytestmark = pytest.mark.anyio
 
@@ -356,6 +356,10 @@ async def test_an_unknown_or_ended_flow_takes_no_members(rig: Rig) -> None:
 
 async def test_lanes_are_registered(rig: Rig) -> None:
     await rig.create(lane="one")
-    await rig.engine.create_executions([NewExecution(lane="two"), NewExecution(lane="one")])
-    lanes = await rig.sql.fetch("select lane_id from ff_lane_registry order by 1")
-    assert [row["lane_id"] for row in lanes] == ["one", "two"]
+    await rig.engine.create_executions([NewExecution(lane="two"), NewExecution(lane="one", delay_until_ms=2**50)])
+
+    async def both_are_there() -> bool:
+        lanes = await rig.sql.fetch("select lane_id from ff_lane_registry order by 1")
+        return [row["lane_id"] for row in lanes] == ["one", "two"]
+
+    await until(both_are_there)
