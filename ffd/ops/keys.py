@@ -91,12 +91,14 @@ async def rotate_waitpoint_hmac_secret_all(
         raise Validation(ValidationKind.INVALID_GRACE_MS, f"expected an integer in 0..{KEY_GRACE_MS_MAX}", "grace_ms")
 
     async def body(connection: Connection) -> Rotated | Noop:
+        await connection.execute(LOCK_KEYS.sql)
+        # First of all: a key past its grace stands for nothing, its name is free again.
+        dropped = await connection.fetch(DROP_KEYS.sql)
         keys = await _locked(connection)
         if new_kid in keys:
             if not _same(keys[new_kid], secret):
                 raise Conflict(ConflictKind.ROTATION_CONFLICT, f"key {new_kid!r} has another secret", kid=new_kid)
             return Noop(new_kid)
-        dropped = await connection.fetch(DROP_KEYS.sql)
         retired = await connection.fetch(RETIRE_KEYS.sql, grace_ms)
         await connection.execute(ADD_KEY.sql, new_kid, secret)
         return Rotated(retired[0]["kid"] if retired else None, new_kid, len(dropped))

@@ -254,3 +254,11 @@ async def test_without_a_key_nothing_is_signed(rig: Rig) -> None:
         assert refused.value.code == "validation.invalid_input"
         assert "ffd keys seed" in str(refused.value)
     assert await rig.fingerprint() == before
+
+
+async def test_a_name_past_its_grace_is_free_again(rig: Rig, clock: Clock) -> None:
+    await rig.engine.seed_waitpoint_hmac_secret("a", "11" * 32)
+    await rig.engine.rotate_waitpoint_hmac_secret_all("b", "22" * 32, 1000)
+    await clock.advance(1001)
+    assert await rig.engine.rotate_waitpoint_hmac_secret_all("a", "33" * 32, 1000) == Rotated("b", "a", 1)
+    assert [key.kid for key in await rig.engine.list_waitpoint_keys() if key.is_active] == ["a"]
