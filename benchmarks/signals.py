@@ -196,8 +196,8 @@ class _Caller:
 async def run(bench: Bench) -> list[Finding]:
     """Both sides in turns on one database, case by case."""
     works: list[Cycles | Case] = [Cycles(connections, bench.size(104, 16)) for connections in CONNECTIONS[:2]]
-    works += [Case(1, connections, bench.size(192, max(16, connections))) for connections in CONNECTIONS]
-    works += [Case(MANY, connections, bench.size(256, max(16, connections))) for connections in CONNECTIONS]
+    works += [Case(1, connections, bench.size(128, max(16, connections))) for connections in CONNECTIONS]
+    works += [Case(MANY, connections, bench.size(192, max(16, connections))) for connections in CONNECTIONS]
     lanes = count(1)
     async with AsyncExitStack() as stack:
         dsn = await stack.enter_async_context(bench.database())
