@@ -136,7 +136,13 @@ async def test_a_taken_over_lease_counts_from_when_it_was_granted(rig: Rig) -> N
         taking = asyncio.create_task(
             rig.engine.claim_from_resume_grant(ResumeToken(claim.execution_id, "o", "o-1", 60_000))
         )
-        await asyncio.sleep(0.3)
+
+        async def is_waiting() -> bool:
+            return bool(await rig.sql.fetchval("select exists (select 1 from pg_locks where not granted)"))
+
+        await until(is_waiting)
+        began_at_ms = await rig.sql.fetchval("select ff_now_ms()")
+        await until(lambda: rig.sql.fetchval("select ff_now_ms() > $1::bigint + 100", began_at_ms))
         released_at_ms = await rig.sql.fetchval("select ff_now_ms()")
     taken = await taking
     assert taken is not None
