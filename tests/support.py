@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import time
 from collections.abc import Callable
 from typing import Any, TypedDict
@@ -173,6 +174,21 @@ class Rig:
         )
         return [row["outcome"] for row in rows]
 
+    async def operator_events(self, entity_id: str) -> list[dict[str, Any]]:
+        """Every operator event of an execution or a flow, in order, with its details decoded."""
+        rows = await self.sql.fetch(
+            "select * from ff_operator_event where execution_id = $1 order by event_id", entity_id.rpartition(":")[2]
+        )
+        return [{**row, "details": json.loads(row["details"])} for row in rows]
+
+    async def public(self, execution_id: str) -> str:
+        """The public state."""
+        return str((await self.core(execution_id))["public_state"])
+
+    async def claim_of(self, execution_id: str) -> Claim:
+        """Claim one execution that has a lane of its own."""
+        return await self.claim((await self.core(execution_id))["lane_id"])
+
     async def fingerprint(self) -> str:
         """A digest of everything stored: equal before and after a call that changed nothing."""
         tables = (
@@ -180,8 +196,16 @@ class Rig:
             "ff_attempt",
             "ff_completion_event",
             "ff_lease_event",
+            "ff_operator_event",
             "ff_exec_dedup",
             "ff_flow_core",
+            "ff_edge",
+            "ff_edge_group",
+            "ff_cascade_owed",
+            "ff_cancel_backlog",
+            "ff_cancel_backlog_member",
+            "ff_suspension_current",
+            "ff_waitpoint_pending",
         )
         parts = [
             await self.sql.fetchval(

@@ -6,6 +6,7 @@ Command modules are imported when they are called, so that `ffd --help` does not
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -21,6 +22,7 @@ from ffd.cli.output import (
     EXIT_UNAVAILABLE,
     EXIT_USAGE,
     CliError,
+    printable,
     shared_options,
     to_json,
 )
@@ -38,6 +40,11 @@ EXIT_CODES: Final[Mapping[str, int]] = {
 COMMANDS: Final[Mapping[str, str]] = {
     "dev": "Start a development server with its own PostgreSQL.",
     "migrate": "Bring the database to the schema this version needs.",
+    "execution": "Create, look at and steer executions.",
+    "flow": "Look at and cancel flows.",
+    "waitpoint": "Look at what suspended executions wait for.",
+    "signal": "Send signals to waitpoints.",
+    "keys": "Manage the keys that sign waitpoint tokens.",
 }
 
 
@@ -67,6 +74,9 @@ def ffd() -> None:
       ffd dev                      a database to try things on
       ffd migrate                  create or update the schema
       ffd migrate --check          exit 3 when the schema is behind
+      ffd execution list           what there is, the newest first
+      ffd execution explain ID     why it is not running, and what to do
+      ffd flow show ID             a flow as a graph, with the state of each node
 
     The database is found by database.dsn in the configuration file, by FFD_DATABASE__DSN, or by libpq's
     PGHOST, PGDATABASE, PGUSER and so on.
@@ -127,11 +137,14 @@ def _report(failure: _Failure, wants_json: bool) -> None:
     if wants_json:
         click.echo(to_json({"error": {"code": failure.code, "message": failure.message}}), err=True)
     else:
-        click.echo(f"Error: {failure.message}", err=True)
+        click.echo(f"Error: {printable(failure.message, keep=chr(10))}", err=True)
 
 
 def main() -> None:
     """Start from the console."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character gets a question mark, not a traceback.
+        sys.stdout.reconfigure(errors="replace")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -48,14 +48,32 @@ class Invocation:
         """Tell a person; a program that asked for JSON hears nothing of it."""
         if not self.json:
             # Flushed, because whoever waits for a line may read from a pipe.
-            click.echo(text)
+            click.echo(printable(text, keep="\n"))
             sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Tell a person beside the result, on stderr, so that `$(ffd …)` takes only the result."""
+        if not self.json:
+            click.echo(printable(text, keep="\n"), err=True)
 
     def emit(self, document: dict[str, Any]) -> None:
         """Give a program its one JSON object; a person has heard it in words."""
         if self.json:
             click.echo(to_json(document))
             sys.stdout.flush()
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Escape what a terminal would act on: control characters, direction marks, odd white space.
+
+    Names, messages and tags are other people's text; a listing must not let them move the cursor or rewrite
+    what stands above.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def to_json(document: dict[str, Any]) -> str:
@@ -98,9 +116,26 @@ class Command(click.Command):
         self.params += shared_options()
 
 
+class Group(click.Group):
+    """A group of commands, in the order they were written; it and they take the shared options."""
+
+    command_class = Command
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params += shared_options()
+
+    def list_commands(self, _ctx: click.Context) -> list[str]:
+        """Keep the order of the source: what is used first stands first."""
+        return list(self.commands)
+
+
 def run_async(function: Callable[[], Awaitable[T]]) -> T:
     """Run a coroutine function to its end, on uvloop where it can be imported."""
     import anyio
+    import structlog
 
+    # Standard output belongs to the command's own words, or to its JSON.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     has_uvloop = importlib.util.find_spec("uvloop") is not None
     return anyio.run(function, backend="asyncio", backend_options={"use_uvloop": has_uvloop})

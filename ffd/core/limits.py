@@ -51,9 +51,15 @@ RESUME_DELAY_MS_MAX: Final = 366 * 86_400_000
 WAITPOINT_TTL_MS_MAX: Final = 366 * 86_400_000
 KEY_GRACE_MS_MAX: Final = 10 * 366 * 86_400_000
 
+FLOW_EDGES_MAX: Final = 50_000
+# How many executions and edges one transaction moves when a member of a flow ends; a reconciler does the rest.
+CASCADE_MAX: Final = 2000
+
 # One operation is tried this often when the database reports contention, with these pauses in between.
 CONTENTION_TRIES: Final = 3
 CONTENTION_PAUSES_MS: Final = (5, 10)
 
 # How far `explain_execution` counts the queue in front of a waiting execution.
 EXPLAIN_AHEAD_MAX: Final = 1000
+# How many open upstreams it names.
+EXPLAIN_UPSTREAMS_MAX: Final = 10

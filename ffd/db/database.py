@@ -89,6 +89,14 @@ async def open_connection(
     )
 
 
+async def fetch_one(connection: Connection, statement: Statement, *args: Any) -> Row:
+    """Run a statement that always answers with one row, inside a transaction."""
+    row: Row | None = await connection.fetchrow(statement.sql, *args)
+    if row is None:
+        raise LookupError(f"{statement.name} gave no row")
+    return row
+
+
 class Database:
     """Statements and transactions on pooled connections."""
 

@@ -32,9 +32,17 @@ _PHRASES: Final = {
         "insert into ff_lease_event (partition_key, execution_id, event_type, cause, occurred_at_ms,"
         " attempt_index, lease_epoch, worker_id, worker_instance_id, namespace, instance_tag, tags)"
     ),
+    # Marked as dispatched from the start: a FlowFabric dispatcher must not count what ffd's own cascade counts.
     "into completion_event": (
         "insert into ff_completion_event (partition_key, execution_id, flow_id, outcome, occurred_at_ms,"
-        " namespace, instance_tag, tags)"
+        " dispatched_at_ms, namespace, instance_tag, tags)"
+    ),
+    "into cascade_owed": (
+        "insert into ff_cascade_owed (partition_key, flow_id, execution_id, work, reason, enqueued_at_ms)"
+    ),
+    "into operator_event": (
+        "insert into ff_operator_event (partition_key, execution_id, event_type, details, occurred_at_ms, actor,"
+        " reason, namespace, instance_tag, tags)"
     ),
 }
 # Namespace and tags of an event, from the execution's raw_fields.
@@ -42,12 +50,19 @@ _ORIGIN: Final = re.compile(r"\[\[origin (\w+)\]\]")
 _ORIGIN_COLUMNS: Final = (
     r"\1.raw_fields ->> 'namespace', \1.raw_fields #>> '{tags,cairn.instance_id}', \1.raw_fields -> 'tags'"
 )
+# The same of a flow, whose tags stand beside its other fields; their keys have a dot.
+_FLOW_ORIGIN: Final = re.compile(r"\[\[flow origin (\w+)\]\]")
+_FLOW_ORIGIN_COLUMNS: Final = (
+    r"\1.raw_fields ->> 'namespace', \1.raw_fields ->> 'cairn.instance_id',"
+    r" (select jsonb_object_agg(key, value) from jsonb_each(\1.raw_fields) where key like '%.%')"
+)
 
 
 def _expand(sql: str, phrases: Mapping[str, str]) -> str:
     for phrase, text in {**phrases, **_PHRASES}.items():
         sql = sql.replace(f"[[{phrase}]]", text)
-    return expand_rows(_ORIGIN.sub(_ORIGIN_COLUMNS, sql))
+    sql = _FLOW_ORIGIN.sub(_FLOW_ORIGIN_COLUMNS, _ORIGIN.sub(_ORIGIN_COLUMNS, sql))
+    return expand_rows(sql)
 
 
 class Statement:

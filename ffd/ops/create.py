@@ -22,7 +22,7 @@ from ffd.core.checks import (
     check_time_ms,
     clamp_priority,
 )
-from ffd.core.errors import Contention, ContentionKind, NotFound, State, StateKind, Validation, ValidationKind
+from ffd.core.errors import Contention, ContentionKind, Validation, ValidationKind
 from ffd.core.events import Channel, work_ring
 from ffd.core.ids import (
     ExecutionKey,
@@ -47,7 +47,7 @@ from ffd.db.doorbell import RING
 from ffd.db.errors import to_engine_error
 from ffd.db.pool import check_connection
 from ffd.db.statement import Planning, Statement
-from ffd.ops.flow_lock import LOCK_FLOW
+from ffd.ops.flow_lock import LOCK_FLOW, check_open, check_unsealed
 from ffd.ops.raw_fields import encode_raw_fields
 from ffd.ops.runtime import Runtime
 
@@ -315,7 +315,7 @@ async def _create_member(
 ) -> Created:
     async def body(inner: asyncpg.Connection[Any]) -> Created:
         session = Session(runtime, inner, is_ours=connection is None)
-        await lock_open_flow(session, new.partition_key, flow_id)
+        await lock_unsealed_flow(session, new.partition_key, flow_id)
         created = await _insert(session, new, runtime.namespace)
         if not created.is_duplicate:
             await session.fetch(COUNT_MEMBERS, new.partition_key, flow_id, 1)
@@ -327,18 +327,6 @@ async def _create_member(
     return await body(connection)
 
 
-async def lock_open_flow(session: Session, partition_key: int, flow_id: UUID) -> None:
-    """Take the flow row; refuse a flow that does not exist or has ended."""
-    flow = await session.fetchrow(LOCK_FLOW, partition_key, flow_id)
-    if flow is None:
-        raise NotFound("flow", str(flow_id))
-    if flow["terminal_at_ms"] is not None or flow["public_flow_state"] in (
-        "completed",
-        "failed",
-        "cancelled",
-    ):
-        raise State(
-            StateKind.FLOW_ALREADY_TERMINAL,
-            f"flow {flow_id} is {flow['public_flow_state']}",
-            flow_id=str(flow_id),
-        )
+async def lock_unsealed_flow(session: Session, partition_key: int, flow_id: UUID) -> None:
+    """Take the flow row; refuse a flow that does not exist, has ended, or takes no new members."""
+    check_unsealed(check_open(await session.fetchrow(LOCK_FLOW, partition_key, flow_id), flow_id), flow_id)

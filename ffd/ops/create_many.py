@@ -27,7 +27,7 @@ from ffd.ops.create import (
     Session,
     draft,
     existing,
-    lock_open_flow,
+    lock_unsealed_flow,
     past_deadline,
 )
 from ffd.ops.runtime import Runtime
@@ -153,7 +153,7 @@ def _lock_order(new: Draft) -> tuple[int, int]:
 async def _create_all(session: Session, drafts: list[Draft], namespace: str) -> list[Created]:
     flows = sorted({(new.partition_key, new.flow_id) for new in drafts if new.flow_id is not None})
     for partition_key, flow_id in flows:
-        await lock_open_flow(session, partition_key, flow_id)
+        await lock_unsealed_flow(session, partition_key, flow_id)
     owners = await _take_keys(session, [new for new in drafts if new.idempotency_key is not None], namespace)
     wanted: dict[ExecutionKey, Draft] = {}
     for new in drafts:

@@ -184,7 +184,8 @@ def _check_state(public_state: object) -> PublicState | None:
         ) from None
 
 
-def _check_tag(tag: object) -> tuple[str | None, str | None]:
+def check_tag(tag: object) -> tuple[str | None, str | None]:
+    """A filter by tag: `"key=value"` or a pair; (None, None) for no filter."""
     if tag is None:
         return None, None
     if isinstance(tag, str) and "=" in tag:
@@ -213,7 +214,7 @@ async def list_executions(
         check_lane(lane)
     if namespace is not None:
         check_text(namespace, "namespace")
-    filters = (*cursor, limit + 1, lane, namespace, *_check_tag(tag), state)
+    filters = (*cursor, limit + 1, lane, namespace, *check_tag(tag), state)
     if limit == 0:
         return Page([], None)
     if flow_id is None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
+
 from ffd.core.errors import NotFound
 from ffd.core.ids import parse_execution_id
-from ffd.core.limits import EXPLAIN_AHEAD_MAX
+from ffd.core.limits import EXPLAIN_AHEAD_MAX, EXPLAIN_UPSTREAMS_MAX
 from ffd.core.records import ExecutionSnapshot, Explanation
 from ffd.core.state import PublicState
 from ffd.db.database import Row
@@ -15,8 +17,8 @@ from ffd.db.statement import Planning, Statement
 from ffd.ops.describe import SNAPSHOT_PHRASES, read_snapshot
 from ffd.ops.runtime import Runtime
 
-# $1 partition_key, $2 execution_id, $3 how far to count the queue. Only executions with the same needs are counted,
-# in two ranges of the claim index, so that the count reads no more rows than it reports.
+# $1 partition_key, $2 execution_id, $3 how far to count the queue, $4 how many upstreams to name. Only executions with
+# the same needs are counted, in two ranges of the claim index, so that the count reads no more rows than it reports.
 EXPLAIN: Final = Statement(
     "explain",
     """
@@ -26,6 +28,19 @@ EXPLAIN: Final = Statement(
            (select count(*) from ff_edge g
             where g.partition_key = e.partition_key and g.flow_id = e.flow_id and g.downstream_eid = e.execution_id
               and g.resolution is null) as open_edges,
+           (select jsonb_agg(jsonb_build_object('execution_id', format('{fp:%s}:%s', u.partition_key, u.execution_id),
+                                                'state', u.state)) from (
+              select x.partition_key, x.execution_id,
+                     ff_public_state(x.lifecycle_phase, x.eligibility_state, x.public_state, (
+                       select a.outcome from ff_attempt a where a.partition_key = x.partition_key
+                       and a.execution_id = x.execution_id and a.attempt_index = x.attempt_index)) as state
+              from (select upstream_eid from ff_edge g
+                    where g.partition_key = e.partition_key and g.flow_id = e.flow_id
+                      and g.downstream_eid = e.execution_id and g.resolution is null limit $4) g
+              cross join lateral (
+                select partition_key, execution_id, lifecycle_phase, eligibility_state, public_state, attempt_index
+                from ff_exec_core where partition_key = e.partition_key and execution_id = g.upstream_eid) x) u)
+             as open_upstreams,
            case when e.lifecycle_phase in ('runnable', 'submitted') and e.eligibility_state = 'eligible_now' then (
              select count(*) from (
                (select 1 from ff_exec_core
@@ -88,7 +103,17 @@ def _delayed(snapshot: ExecutionSnapshot, row: Row) -> Told:
 
 
 def _blocked(snapshot: ExecutionSnapshot, row: Row) -> Told:
-    details = {"flow_id": snapshot.flow_id, "open_edges": row["open_edges"]}
+    upstreams: list[dict[str, str]] = msgspec.json.decode(row["open_upstreams"]) if row["open_upstreams"] else []
+    details = {"flow_id": snapshot.flow_id, "open_edges": row["open_edges"], "open_upstreams": upstreams}
+    ended = [each for each in upstreams if PublicState(each["state"]).is_terminal]
+    if ended:
+        # It was replayed after that ending, and waits for another one.
+        first = ended[0]
+        return (
+            "dependencies",
+            details,
+            f"Replay {first['execution_id']}, which it depends on and which {first['state']}.",
+        )
     return "dependencies", details, "It goes on when the executions upstream of it end; look at those."
 
 
@@ -143,7 +168,7 @@ _TELL: Final[dict[PublicState, Callable[[ExecutionSnapshot, Row], Told]]] = {
 async def explain_execution(runtime: Runtime, execution_id: str) -> Explanation:
     """What the execution waits for, since when, and the next step."""
     key = parse_execution_id(execution_id)
-    row = await runtime.db.fetchrow(EXPLAIN, *key, EXPLAIN_AHEAD_MAX)
+    row = await runtime.db.fetchrow(EXPLAIN, *key, EXPLAIN_AHEAD_MAX, EXPLAIN_UPSTREAMS_MAX)
     if row is None:
         raise NotFound("execution", str(key))
     snapshot = read_snapshot(row)

@@ -18,9 +18,10 @@ from ffd.core.policy import FailureClass
 from ffd.core.records import RetryScheduled, TerminalFailed
 from ffd.db.database import Row
 from ffd.db.pool import Connection
-from ffd.db.statement import Statement
+from ffd.db.statement import Planning, Statement
+from ffd.ops.cascade import Moved, cascade
 from ffd.ops.fence import CLASSIFY, inconclusive, is_own_ending, refusal
-from ffd.ops.flow_lock import lock_flow
+from ffd.ops.flow_lock import FlowKey, is_sealed, lock_flow
 from ffd.ops.runtime import Runtime
 
 _PHRASES: Final = {
@@ -53,7 +54,7 @@ _PHRASES: Final = {
         returning e.partition_key, e.execution_id, e.lane_id, e.flow_id, e.raw_fields, a.now, a.retry_at_ms, a.next_row,
                   a.lease_epoch, a.worker_id, a.worker_instance_id),
       c as ([[into completion_event]]
-        select x.partition_key, x.execution_id, x.flow_id, 'failed', x.now, [[origin x]]
+        select x.partition_key, x.execution_id, x.flow_id, 'failed', x.now, x.now, [[origin x]]
         from x where x.next_row = 'failed'),
       v as ([[into lease_event]]
         select x.partition_key, x.execution_id::text, 'revoked',
@@ -116,7 +117,7 @@ async def fail(
             raise error
         if seen is None or seen["flow_id"] is None:
             raise inconclusive("fail", lease)
-        row = await _fail_member(runtime, lease, args, seen["flow_id"])
+        row = await _fail_member(runtime, lease, args, FlowKey(lease.partition_key, seen["flow_id"]))
         if row is None:
             seen = await runtime.db.fetchrow(CLASSIFY, *args[:3])
             if is_own_ending(seen, lease, "retry", "failed"):
@@ -139,11 +140,16 @@ def _first_answer(seen: Row | None, lease: Lease) -> RetryScheduled | TerminalFa
 
 
 async def _fail_member(
-    runtime: Runtime, lease: Lease, args: tuple[int, UUID, int, int, FailureClass, str], flow_id: UUID
+    runtime: Runtime, lease: Lease, args: tuple[int, UUID, int, int, FailureClass, str], flow: FlowKey
 ) -> Row | None:
-    async def body(connection: Connection) -> Row | None:
-        await lock_flow(connection, lease.partition_key, flow_id)
-        row: Row | None = await connection.fetchrow(FAIL_MEMBER.sql, *args, flow_id)
-        return row
+    async def body(connection: Connection) -> tuple[Row | None, Moved]:
+        moved = Moved()
+        held = await lock_flow(connection, flow)
+        row: Row | None = await connection.fetchrow(FAIL_MEMBER.sql, *args, flow.flow_id)
+        if row is not None and row["next_row"] == "failed":
+            await cascade(connection, flow, [lease.execution_id], moved, sealed=is_sealed(held))
+        return row, moved
 
-    return await runtime.db.transact("fail", body)
+    row, moved = await runtime.db.transact("fail", body, Planning.CUSTOM)
+    moved.announce(runtime)
+    return row

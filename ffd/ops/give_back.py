@@ -167,7 +167,7 @@ async def wait_children(runtime: Runtime, handle: Handle) -> None:
     flow_id: UUID = seen["flow_id"]
 
     async def body(connection: Connection) -> Row | None:
-        await lock_flow(connection, lease.partition_key, flow_id)
+        await lock_flow(connection, (lease.partition_key, flow_id))
         is_blocked = await connection.fetchval(HAS_OPEN_EDGES.sql, lease.partition_key, flow_id, lease.execution_id)
         row: Row | None = await connection.fetchrow(WAIT_CHILDREN.sql, *lease.fence, is_blocked)
         return row

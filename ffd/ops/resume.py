@@ -36,10 +36,8 @@ RESUME_EXECUTION: Final = Statement(
       from x where t.partition_key = $1 and t.execution_id = $2),
     w as (delete from ff_waitpoint_pending t using x where t.partition_key = $1 and t.execution_id = $2),
     c as ([[into completion_event]]
-      select x.partition_key, x.execution_id, x.flow_id, 'resumable', x.now, [[origin x]] from x),
-    o as (
-      insert into ff_operator_event (partition_key, execution_id, event_type, details, occurred_at_ms, actor, reason,
-                                     namespace, instance_tag, tags)
+      select x.partition_key, x.execution_id, x.flow_id, 'resumable', x.now, x.now, [[origin x]] from x),
+    o as ([[into operator_event]]
       select x.partition_key, x.execution_id::text, 'resumed',
              jsonb_build_object('resume_delay_ms', $3::bigint, 'previous_state', 'suspended'), x.now, $5, $4,
              [[origin x]]

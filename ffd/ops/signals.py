@@ -133,7 +133,7 @@ RESUME_BY_SIGNAL: Final = Statement(
       where partition_key = $1 and execution_id = $2),
     w as (delete from ff_waitpoint_pending where partition_key = $1 and execution_id = $2),
     c as ([[into completion_event]]
-      select x.partition_key, x.execution_id, x.flow_id, 'resumable', x.now, [[origin x]] from x),
+      select x.partition_key, x.execution_id, x.flow_id, 'resumable', x.now, x.now, [[origin x]] from x),
     v as ([[signal event]]),
     d as ([[dedup]])
     select 1 as ok from x

@@ -15,7 +15,10 @@ from ffd.core.ids import ExecutionKey, parse_execution_id
 from ffd.core.records import Claim, ResumeToken
 from ffd.core.state import read_public_state
 from ffd.db.statement import Statement
+from ffd.ops.cascade import settle_owed
 from ffd.ops.claim import CLAIM_PHRASES, check_worker, read_claim
+from ffd.ops.flow_lock import FlowKey
+from ffd.ops.member import FLOW_OF
 from ffd.ops.runtime import Runtime
 
 _PHRASES: Final = {
@@ -124,7 +127,11 @@ TAKE_EXPIRED: Final = Statement(
       where w.position = 1 or not u.is_spent
       order by w.position),
     f as ([[into completion_event]]
-      select u.partition_key, u.execution_id, u.flow_id, 'failed', u.now, [[origin u]] from u where u.is_spent)
+      select u.partition_key, u.execution_id, u.flow_id, 'failed', u.now, u.now, [[origin u]] from u where u.is_spent),
+    -- No flow lock here: what the end of a member means for its flow is owed.
+    o as ([[into cascade_owed]]
+      select u.partition_key, u.flow_id, u.execution_id, 'resolve', '', u.now
+      from u where u.is_spent and u.flow_id is not null)
     select partition_key, execution_id, lane_id, attempt_index, payload, raw_fields, lease_epoch,
            lease_expires_at_ms, case when is_spent then 'spent' else 'reclaimed' end as how
     from u
@@ -177,6 +184,9 @@ async def claim_from_resume_grant(runtime: Runtime, token: ResumeToken) -> Claim
         row = await runtime.db.fetchrow(statement, *key, *worker)
         if row is not None and row["how"] == "spent":
             runtime.ring(ENDED_RINGS)
+            member = await runtime.db.fetchrow(FLOW_OF, *key)
+            if member is not None and member["flow_id"] is not None:
+                await settle_owed(runtime, FlowKey(key.partition_key, member["flow_id"]))
             break
         if row is not None:
             runtime.ring(LEASE_RINGS)

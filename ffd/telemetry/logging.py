@@ -8,5 +8,8 @@ import structlog
 
 
 def get_logger(component: str) -> Any:
-    """A structlog logger with the component bound; every other fact is a field of the event."""
-    return structlog.get_logger("ffd").bind(component=component)
+    """A structlog logger with the component bound; every other fact is a field of the event.
+
+    Bound when it is first used, so that a program which configures structlog after its imports is heard.
+    """
+    return structlog.get_logger("ffd", component=component)

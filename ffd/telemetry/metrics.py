@@ -43,3 +43,12 @@ TOKEN_REJECTIONS: Final = Counter(
     "ffd_token_rejections_total",
     "Signals refused because their token did not hold.",
 )
+CASCADE_EXECUTIONS: Final = Counter(
+    "ffd_cascade_executions_total",
+    "Members of flows moved because others ended, by what became of them: released, skipped, cancelled.",
+    ("outcome",),
+)
+CASCADE_OWED: Final = Counter(
+    "ffd_cascade_owed_total",
+    "Members of flows left to the dependency reconciler by an ending that had moved enough.",
+)

@@ -18,15 +18,21 @@ from ffd.config import DatabaseSettings
 from ffd.db.database import open_connection
 from ffd.db.pool import Connection
 from ffd.db.statement import Planning, Statement
+from ffd.ops.cancel_flow import OPEN_MEMBERS
+from ffd.ops.cancel_set import CANCEL_LOCKED, LOCK_FREE, STILL_OPEN
+from ffd.ops.cascade import DECIDE_CHILDREN, END_FLOW, LOSERS, RESOLVE_EDGES
 from ffd.ops.claim import CLAIM, CLAIM_MANY
-from ffd.ops.complete import COMPLETE, COMPLETE_MANY, COMPLETE_MEMBER
+from ffd.ops.complete import COMPLETE, COMPLETE_MANY, COMPLETE_MEMBERS
 from ffd.ops.create import CREATE, CREATE_KEYED
 from ffd.ops.create_many import CREATE_MANY
 from ffd.ops.describe import DESCRIBE
-from ffd.ops.fail import FAIL
+from ffd.ops.edges import MEMBERS as EDGE_MEMBERS
+from ffd.ops.fail import FAIL, FAIL_MEMBER
 from ffd.ops.fence import CLASSIFY, CLASSIFY_MANY
 from ffd.ops.give_back import DELAY, RELEASE
+from ffd.ops.priority import CHANGE_PRIORITY
 from ffd.ops.renew import PROGRESS, RENEW, RENEW_MANY, RENEW_WITH_EVENT
+from ffd.ops.revoke import REVOKE_LEASE
 from ffd.ops.take_over import CLAIM_RESUMED, CLAIM_STARTED, TAKE_EXPIRED
 
 pytestmark = pytest.mark.anyio
@@ -49,6 +55,9 @@ def hundred(value: str) -> str:
 ZEROES = hundred("0")
 ONES = hundred("1::bigint")
 FENCES = f"{PARTITIONS}, {IDS}, {ZEROES}, {ONES}"
+# The first of the flows below, and the executions of the batches as its members.
+FLOW = "'00000000-0000-7000-8000-0000000f0001'"
+MEMBERS = f"1::smallint, {FLOW}, {IDS}"
 NEW = f"1::smallint, {ID}, null, 'a', '{{}}', 0, null, null, null, null, '{{}}'"
 
 # Each statement with arguments, as text for EXECUTE.
@@ -65,7 +74,6 @@ GUARDED: dict[str, tuple[Statement, str]] = {
         (RENEW_MANY, f"{FENCES}, {ONES}, true"),
         (PROGRESS, f"1::smallint, {ID}, 0, 1, 50::smallint, null"),
         (COMPLETE, f"1::smallint, {ID}, 0, 1, null"),
-        (COMPLETE_MEMBER, f"1::smallint, {ID}, 0, 1, null, {ID}"),
         (COMPLETE_MANY, f"{FENCES}, {hundred('null::bytea')}"),
         (FAIL, f"1::smallint, {ID}, 0, 1, 'transient', 'x'"),
         (RELEASE, f"1::smallint, {ID}, 0, 1"),
@@ -83,6 +91,19 @@ GUARDED: dict[str, tuple[Statement, str]] = {
             ),
         ),
         (DESCRIBE, f"1::smallint, {ID}"),
+        (FAIL_MEMBER, f"1::smallint, {ID}, 0, 1, 'transient', 'x', {ID}"),
+        (REVOKE_LEASE, f"1::smallint, {ID}, 0, 1, 'x', 'x', 'w', 'w-1', 'x'"),
+        (CHANGE_PRIORITY, f"1::smallint, {ID}, 5, 'x', 'x'"),
+        (COMPLETE_MEMBERS, f"{FENCES}, {hundred('null::bytea')}, {ID}"),
+        (RESOLVE_EDGES, f"{MEMBERS}, 100"),
+        (DECIDE_CHILDREN, f"{MEMBERS}, true"),
+        (LOSERS, MEMBERS),
+        (LOCK_FREE, f"1::smallint, {IDS}"),
+        (STILL_OPEN, f"1::smallint, {IDS}"),
+        (EDGE_MEMBERS, MEMBERS),
+        (CANCEL_LOCKED, f"1::smallint, {IDS}, {hundred('null::text')}, 'x'"),
+        (END_FLOW, f"1::smallint, {FLOW}"),
+        (OPEN_MEMBERS, f"1::smallint, {FLOW}, false"),
     )
 }
 
@@ -110,6 +131,16 @@ select partition_key, execution_id, 0, 'w', 'w-1', 1,
        case when lifecycle_phase = 'active' then ff_now_ms() + 3600000 end, 1,
        case when lifecycle_phase = 'terminal' then 'success' end
 from ff_exec_core where lifecycle_phase in ('active', 'terminal');
+insert into ff_flow_core (partition_key, flow_id, public_flow_state, created_at_ms)
+select 1, ('00000000-0000-7000-8000-0000000f' || lpad(at::text, 4, '0'))::uuid, 'open', 1
+from generate_series(1, 100) at;
+insert into ff_edge (partition_key, flow_id, edge_id, upstream_eid, downstream_eid, policy)
+select f.partition_key, f.flow_id, gen_random_uuid(),
+       ('00000000-0000-7000-8000-' || lpad((at * 20)::text, 12, '0'))::uuid,
+       ('00000000-0000-7000-8000-' || lpad((at * 20 + 12)::text, 12, '0'))::uuid, '{"edge_state": "applied"}'
+from ff_flow_core f, generate_series(1, 100) at;
+insert into ff_edge_group (partition_key, flow_id, downstream_eid, policy)
+select partition_key, flow_id, downstream_eid, '{"kind": "all_of"}' from ff_edge;
 """
 
 
@@ -169,6 +200,8 @@ def faults(plan: Node, *, is_replanned_later: bool = False) -> list[str]:
             continue
         if index in ("ff_exec_core_pkey", "ff_attempt_pkey") and "execution_id" not in condition:
             found.append(f"{index} entered without an execution: {condition or 'no condition'}")
+        if index.startswith("ff_edge") and "flow_id" not in condition:
+            found.append(f"{index} entered without a flow: {condition or 'no condition'}")
         if index == "ff_exec_core_claim" and "lane_id" not in condition:
             found.append(f"{index} walked without a lane: {condition or 'no condition'}")
         if kind in ("Sort", "Incremental Sort"):
@@ -216,7 +249,7 @@ CONDITIONS: dict[str, Callable[[Connection], Any]] = {
 
 async def keep_statistics(sql: Connection) -> None:
     """Autovacuum must not come by while a test looks."""
-    for table in ("ff_exec_core", "ff_attempt", "ff_exec_dedup"):
+    for table in ("ff_exec_core", "ff_attempt", "ff_exec_dedup", "ff_flow_core", "ff_edge", "ff_edge_group"):
         await sql.execute(f"alter table {table} set (autovacuum_enabled = off)")
 
 
@@ -245,7 +278,7 @@ async def test_plans_cached_while_empty_are_still_good_after_a_burst(dsn: str, s
     await sql.execute("vacuum analyze")
     wrong = {}
     for planning in (Planning.GENERIC, Planning.CUSTOM):
-        await sql.execute("truncate ff_exec_core, ff_attempt")
+        await sql.execute("truncate ff_exec_core, ff_attempt, ff_flow_core, ff_edge, ff_edge_group")
         async with session(dsn, planning) as connection:
             names = [name for name, (statement, _) in GUARDED.items() if statement.planning == planning]
             for name in names:
@@ -270,7 +303,7 @@ def pages(plan: Node) -> int:
 
 def budget(name: str) -> int:
     """A generous bound that a scan of 20,000 rows or index entries breaks at least for the single operations."""
-    return 5_000 if name.endswith("_many") else 150
+    return 5_000 if GUARDED[name][0].planning == Planning.CUSTOM else 150
 
 
 async def test_a_claim_walks_the_claim_index_by_lane_and_requirement_set(dsn: str, sql: Connection) -> None:

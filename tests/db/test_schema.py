@@ -18,6 +18,7 @@ pytestmark = pytest.mark.anyio
 TABLES = {
     "ff_attempt",
     "ff_cancel_backlog",
+    "ff_cascade_owed",
     "ff_cancel_backlog_member",
     "ff_claim_grant",
     "ff_completion_event",
