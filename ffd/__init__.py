@@ -5,6 +5,8 @@ Everything in `__all__` is public and covered by semantic versioning; nothing el
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ffd.core.conditions import (
     AllOf,
     ByName,
@@ -87,9 +89,11 @@ from ffd.core.suspension import (
     WaitpointKey,
     WaitpointToken,
 )
-from ffd.engine import Engine
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ffd.engine import Engine
 
 __all__ = [
     "Accepted",
@@ -178,3 +182,12 @@ __all__ = [
     "__version__",
     "all_of_waitpoints",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The engine, and the database driver with it, when it is first asked for: `ffd --help` needs neither."""
+    if name == "Engine":
+        from ffd.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module 'ffd' has no attribute {name!r}")
