@@ -30,7 +30,8 @@ def run(project_root: Path, name: str, **environment: str) -> list[str]:
 
 
 def test_every_example_is_run(project_root: Path) -> None:
-    assert {path.name for path in (project_root / "examples").glob("*.py")} == {"deploy_approval.py"}
+    examples = {path.name for path in (project_root / "examples").glob("*.py")}
+    assert examples == {"build_pipeline.py", "deploy_approval.py", "provider_race.py"}
 
 
 @pytest.mark.parametrize("variable", ["DSN", "FFD_DATABASE__DSN"])
@@ -56,5 +57,53 @@ async def test_two_different_people_approve_a_deploy(project_root: Path, dsn: st
         waited = await sql.fetchrow("select timeout_behavior, reason_code from ff_suspension_current limit 1")
         assert waited is not None
         assert tuple(waited.values()) == ("cancel", "waiting_for_approval")
+    finally:
+        await sql.close()
+
+
+@pytest.mark.parametrize("variable", ["DSN", "FFD_DATABASE__DSN"])
+async def test_a_build_publishes_what_test_and_lint_have_passed(project_root: Path, dsn: str, variable: str) -> None:
+    for _ in range(2):
+        told = run(project_root, "build_pipeline.py", **{variable: dsn})
+        assert told[:2] == [
+            "the build is submitted, publish is waiting_children",
+            "checkout starts, given nothing",
+        ]
+        # Side by side: either may be first.
+        assert sorted(told[2:4]) == ["lint starts, given commit 4f2a", "test starts, given commit 4f2a"]
+        assert told[4:] == [
+            "publish starts, given 212 tests passed and no complaints",
+            "the build is completed: web v42",
+        ]
+    sql = await asyncpg.connect(dsn)
+    try:
+        outcomes = await sql.fetch("select outcome from ff_completion_event")
+        assert [row["outcome"] for row in outcomes] == ["success"] * 8
+        assert await sql.fetchval("select count(*) from ff_edge where resolution = 'satisfied'") == 8
+    finally:
+        await sql.close()
+
+
+@pytest.mark.parametrize("variable", ["DSN", "FFD_DATABASE__DSN"])
+async def test_the_first_of_three_providers_wins(project_root: Path, dsn: str, variable: str) -> None:
+    told = [
+        "three workers ask three providers",
+        "swift answers first",
+        "steady may stop, its renewal is refused: lease_conflict",
+        "silent is too late, its answer is refused: lease_conflict",
+        "swift is completed: 42 EUR",
+        "steady is cancelled: no answer",
+        "silent is cancelled: no answer",
+        "the race is completed",
+    ]
+    assert run(project_root, "provider_race.py", **{variable: dsn}) == told
+    assert run(project_root, "provider_race.py", **{variable: dsn}) == told
+    sql = await asyncpg.connect(dsn)
+    try:
+        lost = await sql.fetch(
+            "select distinct cancelled_by, cancellation_reason, result from ff_exec_core where cancelled_by is not null"
+        )
+        assert [tuple(row.values()) for row in lost] == [("flow_cascade", "sibling_quorum_satisfied", None)]
+        assert await sql.fetchval("select count(*) from ff_cascade_owed") == 0
     finally:
         await sql.close()

@@ -94,6 +94,9 @@ ROWS: Final[dict[str, StateRow]] = {
     ),
     "running": StateRow(_P.RUNNING, "active", "leased", "not_applicable", "running_attempt"),
     "suspended": StateRow(_P.SUSPENDED, "suspended", "released", "not_applicable", "attempt_interrupted"),
+    "escalated": StateRow(
+        _P.SUSPENDED, "suspended", "released", "not_applicable", "attempt_interrupted", "paused_by_operator"
+    ),
     "completed": _terminal(_P.COMPLETED),
     "failed": _terminal(_P.FAILED),
     "expired": _terminal(_P.EXPIRED),

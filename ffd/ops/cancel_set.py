@@ -6,6 +6,7 @@ attempt that was opened while it waited for the lock would not be seen, and its 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Final
 from uuid import UUID
@@ -13,6 +14,9 @@ from uuid import UUID
 from ffd.db.database import Row
 from ffd.db.pool import Connection
 from ffd.db.statement import Planning, Statement
+
+# Before each look at rows that somebody held a moment ago.
+HELD_PAUSES_S: Final = (0.0, 0.005, 0.02, 0.05)
 
 # $1 partition_key, $2 ids in lock order. Rows that somebody holds are left out, and so are those that have ended.
 LOCK_FREE: Final = Statement(
@@ -49,10 +53,12 @@ CANCEL_LOCKED: Final = Statement(
              t.worker_id, t.worker_instance_id, t.lease_epoch
       from k cross join lateral (
         select attempt_index, lifecycle_phase, eligibility_state, public_state from ff_exec_core
-        where partition_key = k.p and execution_id = k.id and lifecycle_phase not in ('terminal', 'cancelled')) e
+        where partition_key = k.p and execution_id = k.id and lifecycle_phase not in ('terminal', 'cancelled')
+        offset 0) e
       left join lateral (
         select worker_id, worker_instance_id, lease_epoch from ff_attempt
-        where partition_key = k.p and execution_id = k.id and attempt_index = e.attempt_index) t on true),
+        where partition_key = k.p and execution_id = k.id and attempt_index = e.attempt_index
+        offset 0) t on true),
     a as (
       update ff_attempt t
       set outcome = 'cancelled', terminal_at_ms = b.now, worker_instance_id = null, lease_expires_at_ms = null,
@@ -103,13 +109,22 @@ async def cancel_locked(
 async def cancel_free(
     connection: Connection, partition_key: int, reasons: dict[UUID, str], cancelled_by: str
 ) -> tuple[list[UUID], list[UUID]]:
-    """Cancel those whose rows nobody holds. Who was cancelled, and who is held and has not ended."""
-    if not reasons:
-        return [], []
-    rows = await connection.fetch(LOCK_FREE.sql, partition_key, sorted(reasons))
-    ids = [row["execution_id"] for row in rows]
-    if ids:
-        await cancel_locked(connection, partition_key, ids, [reasons[one] for one in ids], cancelled_by)
-    left = sorted(reasons.keys() - set(ids))
-    held = await connection.fetch(STILL_OPEN.sql, partition_key, left) if left else []
-    return ids, [row["execution_id"] for row in held]
+    """Cancel those whose rows nobody holds. Who was cancelled, and who is held and has not ended.
+
+    A call of the engine holds a row for a moment, so there are a few tries; a user's transaction may hold it for long.
+    """
+    done: list[UUID] = []
+    left = sorted(reasons)
+    for pause_s in HELD_PAUSES_S:
+        if not left:
+            break
+        await asyncio.sleep(pause_s)
+        rows = await connection.fetch(LOCK_FREE.sql, partition_key, left)
+        ids = [row["execution_id"] for row in rows]
+        if ids:
+            await cancel_locked(connection, partition_key, ids, [reasons[one] for one in ids], cancelled_by)
+        done += ids
+        left = sorted(set(left) - set(ids))
+        if left:
+            left = [row["execution_id"] for row in await connection.fetch(STILL_OPEN.sql, partition_key, left)]
+    return done, left

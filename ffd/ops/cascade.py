@@ -43,14 +43,15 @@ RESOLVE_EDGES: Final = Statement(
         where e.partition_key = k.p and e.execution_id = k.id
           and e.lifecycle_phase in ('terminal', 'cancelled')) x),
     o as materialized (
-      select u.p, u.f, g.edge_id, u.state, g.is_applied from u cross join lateral (
+      select u.p, u.f, u.id, g.edge_id, u.state, g.is_applied from u cross join lateral (
         select edge_id, policy ->> 'edge_state' = 'applied' as is_applied from ff_edge
-        where partition_key = u.p and flow_id = u.f and upstream_eid = u.id and resolution is null
-          and upstream_replay <= u.replay_count) g
+        where upstream_eid = u.id and [[of its flow u]] and coalesce(resolution, '') = ''
+          and upstream_replay <= u.replay_count
+        offset 0) g
       limit $4),
     e as (
       update ff_edge t set resolution = case o.state when 'completed' then 'satisfied' else 'impossible' end
-      from o where t.partition_key = o.p and t.flow_id = o.f and t.edge_id = o.edge_id
+      from o where t.upstream_eid = o.id and t.edge_id = o.edge_id and [[of its flow o]]
       returning t.partition_key, t.flow_id, t.downstream_eid, o.state, o.is_applied),
     n as (
       select partition_key, flow_id, downstream_eid, count(*) as edges,
@@ -96,7 +97,7 @@ DECIDE_CHILDREN: Final = Statement(
       cross join lateral (
         select count(*) as open from (
           select 1 from ff_edge
-          where partition_key = l.p and flow_id = l.f and downstream_eid = l.execution_id and resolution is null
+          where downstream_eid = l.execution_id and [[of its flow l]] and resolution is null
             and (policy ->> 'edge_state' = 'applied' or l.attempt_state = 'attempt_interrupted')
           limit coalesce(q.need, 1)) z) o),
     d as materialized (
@@ -145,7 +146,7 @@ LOSERS: Final = Statement(
     with k as materialized (select $1::smallint as p, $2::uuid as f, k.id from unnest($3::uuid[]) k(id))
     select g.upstream_eid, k.id as child from k cross join lateral (
       select upstream_eid from ff_edge
-      where partition_key = k.p and flow_id = k.f and downstream_eid = k.id and resolution is null
+      where downstream_eid = k.id and [[of its flow k]] and resolution is null
         and policy ->> 'edge_state' = 'applied'
       offset 0) g
     """,
@@ -178,7 +179,7 @@ END_FLOW: Final = Statement(
                     and a.execution_id = m.execution_id and a.attempt_index = m.attempt_index)) <> 'completed'
               and not exists (
                 select 1 from ff_edge g
-                where g.partition_key = $1 and g.flow_id = $2 and g.upstream_eid = m.execution_id))
+                where (g.partition_key = $1 and g.flow_id = $2) is true and g.upstream_eid = m.execution_id))
             then 'failed' else 'completed' end,
           terminal_at_ms = ff_now_ms()
       where t.partition_key = $1 and t.flow_id = $2 and t.sealed_at_ms is not null and t.terminal_at_ms is null
@@ -195,6 +196,7 @@ END_FLOW: Final = Statement(
       from f)
     select public_flow_state from f
     """,
+    Planning.CUSTOM,
 )
 
 # $1 partition_key, $2 flow_id, $3 limit

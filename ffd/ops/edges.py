@@ -48,7 +48,8 @@ READ_GROUP: Final = Statement(
     """
     select (select policy from ff_edge_group
             where partition_key = $1 and flow_id = $2 and downstream_eid = $3) as policy,
-           exists (select 1 from ff_edge where partition_key = $1 and flow_id = $2 and downstream_eid = $3) as has_edges
+           exists (select 1 from ff_edge
+                   where (partition_key = $1 and flow_id = $2) is true and downstream_eid = $3) as has_edges
     """,
 )
 
@@ -72,11 +73,11 @@ CHECK_EDGE: Final = Statement(
       union
       select g.downstream_eid from reached r cross join lateral (
         select downstream_eid from ff_edge
-        where partition_key = $1 and flow_id = $2 and upstream_eid = r.id) g)
+        where (partition_key = $1 and flow_id = $2) is true and upstream_eid = r.id) g)
     select exists (select 1 from reached where id = $4) as leads_back,
            (select edge_id from ff_edge where partition_key = $1 and flow_id = $2 and edge_id = $3) as same_id,
            (select edge_id from ff_edge
-            where partition_key = $1 and flow_id = $2 and downstream_eid = $5 and upstream_eid = $4
+            where (partition_key = $1 and flow_id = $2) is true and downstream_eid = $5 and upstream_eid = $4
             limit 1) as same_pair
     """,
     Planning.CUSTOM,
@@ -165,7 +166,7 @@ OPEN_EDGES: Final = Statement(
     "open_edges",
     """
     select count(*) from ff_edge
-    where partition_key = $1 and flow_id = $2 and downstream_eid = $3 and resolution is null
+    where (partition_key = $1 and flow_id = $2) is true and downstream_eid = $3 and resolution is null
       and policy ->> 'edge_state' = 'applied'
     """,
 )

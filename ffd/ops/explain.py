@@ -26,8 +26,8 @@ EXPLAIN: Final = Statement(
            coalesce(e.state_since_ms, e.terminal_at_ms, t.started_at_ms, e.created_at_ms) as since_ms,
            s.timeout_at_ms as suspension_timeout_at_ms, s.reason_code,
            (select count(*) from ff_edge g
-            where g.partition_key = e.partition_key and g.flow_id = e.flow_id and g.downstream_eid = e.execution_id
-              and g.resolution is null) as open_edges,
+            where (g.partition_key = e.partition_key and g.flow_id = e.flow_id) is true
+              and g.downstream_eid = e.execution_id and g.resolution is null) as open_edges,
            (select jsonb_agg(jsonb_build_object('execution_id', format('{fp:%s}:%s', u.partition_key, u.execution_id),
                                                 'state', u.state)) from (
               select x.partition_key, x.execution_id,
@@ -35,7 +35,7 @@ EXPLAIN: Final = Statement(
                        select a.outcome from ff_attempt a where a.partition_key = x.partition_key
                        and a.execution_id = x.execution_id and a.attempt_index = x.attempt_index)) as state
               from (select upstream_eid from ff_edge g
-                    where g.partition_key = e.partition_key and g.flow_id = e.flow_id
+                    where (g.partition_key = e.partition_key and g.flow_id = e.flow_id) is true
                       and g.downstream_eid = e.execution_id and g.resolution is null limit $4) g
               cross join lateral (
                 select partition_key, execution_id, lifecycle_phase, eligibility_state, public_state, attempt_index

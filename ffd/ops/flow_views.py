@@ -83,7 +83,7 @@ UPSTREAM_RESULTS: Final = Statement(
           where partition_key = $1 and execution_id = $2) e
     cross join lateral (
       select upstream_eid from ff_edge
-      where partition_key = e.partition_key and flow_id = e.flow_id and downstream_eid = e.execution_id) g
+      where (partition_key = e.partition_key and flow_id = e.flow_id) is true and downstream_eid = e.execution_id) g
     left join lateral (
       select result from ff_exec_core
       where partition_key = e.partition_key and execution_id = g.upstream_eid

@@ -51,7 +51,7 @@ SHORT_QUORUM: Final = Statement(
     cross join lateral (select ff_policy_number(g.policy, '{k}', 1)::int as k) q
     cross join lateral (
       select count(*) as edges from ff_edge e
-      where e.partition_key = $1 and e.flow_id = $2 and e.downstream_eid = g.downstream_eid) n
+      where (e.partition_key = $1 and e.flow_id = $2) is true and e.downstream_eid = g.downstream_eid) n
     where g.partition_key = $1 and g.flow_id = $2 and g.policy ->> 'kind' = 'quorum' and n.edges < q.k
     limit 1
     """,

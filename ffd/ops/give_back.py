@@ -113,7 +113,7 @@ HAS_OPEN_EDGES: Final = Statement(
     """
     select exists (
       select 1 from ff_edge
-      where partition_key = $1 and flow_id = $2 and downstream_eid = $3 and resolution is null)
+      where (partition_key = $1 and flow_id = $2) is true and downstream_eid = $3 and resolution is null)
     """,
 )
 

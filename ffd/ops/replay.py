@@ -71,19 +71,21 @@ REOPEN_EDGES: Final = Statement(
     "reopen_edges",
     """
     with u as materialized (
-      select g.partition_key, g.flow_id, g.edge_id, e.replay_count, e.lifecycle_phase in ('terminal', 'cancelled')
-               as has_ended,
+      select g.partition_key, g.flow_id, g.downstream_eid, g.edge_id, e.replay_count,
+             e.lifecycle_phase in ('terminal', 'cancelled') as has_ended,
              e.lifecycle_phase = 'terminal' and e.public_state = 'completed' as has_succeeded
       from ff_edge g left join lateral (
         select replay_count, lifecycle_phase, public_state from ff_exec_core
         where partition_key = $1 and execution_id = g.upstream_eid) e on true
-      where g.partition_key = $1 and g.flow_id = $2 and g.downstream_eid = $3 and g.resolution = 'impossible'),
+      where (g.partition_key = $1 and g.flow_id = $2) is true and g.downstream_eid = $3
+        and g.resolution = 'impossible'),
     r as (
       update ff_edge t
       set resolution = case when u.has_succeeded then 'satisfied' end,
           upstream_replay = case when u.has_succeeded then t.upstream_replay
                                  when u.has_ended then u.replay_count + 1 else coalesce(u.replay_count, 0) end
-      from u where t.partition_key = u.partition_key and t.flow_id = u.flow_id and t.edge_id = u.edge_id
+      from u where t.downstream_eid = u.downstream_eid and t.edge_id = u.edge_id
+        and (t.partition_key = u.partition_key and t.flow_id = u.flow_id) is true
       returning t.resolution)
     update ff_edge_group set skip_count = 0, fail_count = 0, running_count = 0,
            success_count = success_count + (select count(*) from r where resolution = 'satisfied')::int

@@ -1,0 +1,52 @@
+"""What a tick did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from ffd.core.events import Channel, Rings, work_ring
+from ffd.db.database import Row
+from ffd.ops.runtime import Runtime
+
+# What has to be rung for each outcome, besides the lane of work that became claimable.
+_RINGS: dict[str, tuple[Channel, ...]] = {
+    "reclaimed": (Channel.LEASE,),
+    "retried": (Channel.LEASE,),
+    "promoted": (),
+    "resumed": (Channel.COMPLETION,),
+    "escalated": (Channel.OPERATOR,),
+    "cleared": (),
+    "returned": (),
+}
+_ENDED: tuple[Channel, ...] = (Channel.COMPLETION, Channel.LEASE)
+
+
+class Report:
+    """How many rows a tick moved, by what became of them."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.lanes: set[str] = set()
+        self.has_owed = False
+
+    @property
+    def moved(self) -> int:
+        """How many rows in all."""
+        return self.outcomes.total()
+
+    def add(self, rows: Iterable[Row]) -> Report:
+        """Count rows of (outcome, lane_id or NULL, whether their flow is owed a cascade)."""
+        for outcome, lane, owes in rows:
+            self.outcomes[outcome] += 1
+            self.has_owed |= bool(owes)
+            if lane is not None:
+                self.lanes.add(lane)
+        return self
+
+    def announce(self, runtime: Runtime) -> Report:
+        """Ring for whoever waits for what has just been committed."""
+        channels = {channel for outcome in self.outcomes for channel in _RINGS.get(outcome, _ENDED)}
+        rings: Rings = tuple((channel.value, "") for channel in sorted(channels))
+        runtime.ring(rings + tuple(work_ring(lane) for lane in sorted(self.lanes)))
+        return self
