@@ -245,6 +245,7 @@ async def drain_backlog(runtime: Runtime, flow: FlowKey) -> int:
     async def body(connection: Connection) -> tuple[int, Moved]:
         moved = Moved()
         await lock_flow(connection, flow)
+        await connection.execute(LOCK_BACKLOG.sql, *flow)
         rows = await connection.fetch(READ_BACKLOG.sql, *flow, CASCADE_MAX)
         if not rows:
             await connection.execute(CLOSE_BACKLOG.sql, *flow)

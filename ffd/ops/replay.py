@@ -54,8 +54,12 @@ REPLAY: Final = Statement(
           raw_fields = jsonb_set(e.raw_fields - 'last_failure_message', '{replay_count}',
                                  to_jsonb(e.replay_count + 1))
       from b where e.partition_key = $1 and e.execution_id = $2
-      returning e.lane_id, e.replay_count, e.lease_epoch),
-    -- Nothing of the earlier life answers for the new one: not its signals, not its suspensions' outcomes.
+      returning e.flow_id, e.lane_id, e.replay_count, e.lease_epoch),
+    -- Nothing of the earlier life answers for the new one: not its signals, not its suspensions' outcomes, not a race
+    -- that it lost.
+    r as (
+      delete from ff_cascade_owed t using x
+      where t.partition_key = $1 and t.flow_id = x.flow_id and t.execution_id = $2 and t.work = 'cancel'),
     s as (delete from ff_suspension_current t using x where t.partition_key = $1 and t.execution_id = $2),
     d as (delete from ff_suspend_dedup t using x where t.partition_key = $1 and t.execution_id = $2)
     select x.lane_id, x.replay_count, x.lease_epoch, b.terminal_at_ms, octet_length(b.result) as result_size,

@@ -10,18 +10,20 @@ from ffd.core.events import Channel, work_ring
 from ffd.core.ids import parse_execution_id
 from ffd.core.limits import ID_BYTES_MAX, REASON_BYTES_MAX, RESUME_DELAY_MS_MAX
 from ffd.db.database import Row
+from ffd.db.pool import Connection
 from ffd.db.statement import Statement
 from ffd.ops.runtime import Runtime
+from ffd.ops.suspend import LOCK_EXECUTION
 from ffd.ops.take_over import STATE_OF
 
-# $1 partition_key, $2 execution_id, $3 resume_delay_ms, $4 reason, $5 actor. One statement: all it decides on is the
-# execution's own row, locked first.
+# $1 partition_key, $2 execution_id, $3 resume_delay_ms, $4 reason, $5 actor. The execution is locked by a statement
+# before this one: a suspension that was written while it waited for the lock must be seen to be closed.
 RESUME_EXECUTION: Final = Statement(
     "resume_execution",
     """
     with k as materialized (
       select 1 from ff_exec_core
-      where partition_key = $1 and execution_id = $2 and lifecycle_phase = 'suspended' for no key update),
+      where partition_key = $1 and execution_id = $2 and lifecycle_phase = 'suspended'),
     n as materialized (
       select ff_now_ms() as now, case when $3::bigint > 0 then 'delayed_resume' else 'resumable' end as next_row
       from k),
@@ -55,7 +57,13 @@ async def resume_execution(
     reason = check_text(reason, "reason", REASON_BYTES_MAX, may_be_empty=True)
     actor = check_text(actor, "actor", ID_BYTES_MAX, may_be_empty=True)
     check_int(resume_delay_ms, "resume_delay_ms", 0, RESUME_DELAY_MS_MAX)
-    row: Row | None = await runtime.db.fetchrow(RESUME_EXECUTION, *key, resume_delay_ms, reason, actor)
+
+    async def body(connection: Connection) -> Row | None:
+        await connection.fetchrow(LOCK_EXECUTION.sql, *key)
+        row: Row | None = await connection.fetchrow(RESUME_EXECUTION.sql, *key, resume_delay_ms, reason, actor)
+        return row
+
+    row = await runtime.db.transact("resume_execution", body)
     if row is None:
         state = await runtime.db.fetchrow(STATE_OF, *key)
         if state is None:

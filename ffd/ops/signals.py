@@ -23,7 +23,7 @@ from ffd.core.limits import IDEMPOTENCY_TTL_MS_MAX, KEY_BYTES_MAX, SIGNAL_PAYLOA
 from ffd.core.records import DAY_MS
 from ffd.core.suspension import Accepted, Duplicate, ResumeSignal, Signal, SignalEffect
 from ffd.core.tokens import invalid_token
-from ffd.db.database import Row
+from ffd.db.database import Row, fetch_one
 from ffd.db.pool import Connection
 from ffd.db.statement import Statement
 from ffd.ops.keys import is_token_good
@@ -41,7 +41,8 @@ from ffd.ops.suspend import LOCK_EXECUTION
 from ffd.ops.waitpoints import READ_TOKEN
 from ffd.telemetry.metrics import TOKEN_REJECTIONS
 
-# $1 partition_key, $2 execution_id, $3 waitpoint_id, $4 idempotency key. Runs while the execution is locked.
+# $1 partition_key, $2 execution_id, $3 waitpoint_id, $4 idempotency key, $5 signal_id. Runs while the execution is
+# locked.
 READ_FOR_SIGNAL: Final = Statement(
     "read_for_signal",
     """
@@ -52,7 +53,11 @@ READ_FOR_SIGNAL: Final = Statement(
            case w.state when 'pending' then (
              select sum(octet_length(buffered::text)) from ff_waitpoint_pending
              where partition_key = $1 and execution_id = $2) end as buffered_bytes,
-           d.signal_id as first_signal_id, p.max_signals
+           d.signal_id as first_signal_id, p.max_signals,
+           exists (
+             select 1 from ff_waitpoint_pending b
+             where b.partition_key = $1 and b.execution_id = $2
+               and b.buffered @> jsonb_build_array(jsonb_build_object('signal_id', $5::text))) as is_buffered
     from (select 1) one
     left join lateral (
       select state, waitpoint_key, expires_at_ms, buffered from ff_waitpoint_pending
@@ -219,13 +224,14 @@ async def _deliver(connection: Connection, checked: Checked) -> tuple[Accepted |
     core: Row | None = await connection.fetchrow(LOCK_EXECUTION.sql, *key)
     if core is None:
         raise NotFound("execution", str(key))
-    row = await connection.fetchrow(READ_FOR_SIGNAL.sql, *key, checked.waitpoint_id, checked.idempotency_key)
-    assert row is not None  # noqa: S101  (the statement selects from one constant row)
+    row = await fetch_one(
+        connection, READ_FOR_SIGNAL, *key, checked.waitpoint_id, checked.idempotency_key, checked.signal_id
+    )
     if row["first_signal_id"] is not None:
         return Duplicate(row["first_signal_id"]), None
     member_map = read_member_map(row["member_map"])
     buffered = read_buffered(row["buffered"])
-    if has_signal(member_map, checked.signal_id) or has_signal({"": buffered}, checked.signal_id):
+    if has_signal(member_map, checked.signal_id) or row["is_buffered"]:
         return Duplicate(checked.signal_id), None
     if core["lifecycle_phase"] in ("terminal", "cancelled"):
         raise State(StateKind.TARGET_NOT_SIGNALABLE, f"{key} has ended: {core['public_state']}", execution_id=str(key))

@@ -131,7 +131,8 @@ TAKE_EXPIRED: Final = Statement(
     -- No flow lock here: what the end of a member means for its flow is owed.
     o as ([[into cascade_owed]]
       select u.partition_key, u.flow_id, u.execution_id, 'resolve', '', u.now
-      from u where u.is_spent and u.flow_id is not null)
+      from u where u.is_spent and u.flow_id is not null
+      on conflict (partition_key, flow_id, execution_id, work) do nothing)
     select partition_key, execution_id, lane_id, attempt_index, payload, raw_fields, lease_epoch,
            lease_expires_at_ms, case when is_spent then 'spent' else 'reclaimed' end as how
     from u

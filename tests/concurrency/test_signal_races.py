@@ -1,6 +1,6 @@
 """Signals under fire: none is lost, a condition resumes its execution exactly once (I5, X-021), one way out wins.
 
-`cancel_execution` and the suspension_timeout reconciler do not exist yet; `END` does in plain SQL what they will do.
+Signals against `cancel_execution` are in `test_control_races`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ from ffd import (
     Validation,
 )
 from ffd.core.ids import new_uuid, parse_execution_id
+from ffd.reconcilers import execution_deadline, suspension_timeout
+from ffd.reconcilers.report import Report
 from tests.concurrency.sessions import (
     assert_invariants,
     both_ways,
@@ -61,35 +63,6 @@ NEEDED = 40
 APPENDED = SignalEffect.APPENDED_TO_WAITPOINT
 SATISFIED = SignalEffect.RESUME_CONDITION_SATISFIED
 BUFFERED = SignalEffect.BUFFERED_FOR_PENDING_WAITPOINT
-
-# $1 partition_key, $2 execution_id, $3 lifecycle_phase, $4 public_state, $5 attempt_state, $6 outcome of the attempt,
-# $7 outcome of the completion event. Returns how many it ended: 0 when somebody else was first.
-END = """
-with k as materialized (
-  select partition_key, execution_id, attempt_index from ff_exec_core
-  where partition_key = $1 and execution_id = $2 and lifecycle_phase = 'suspended' for no key update),
-x as (
-  update ff_exec_core e
-  set lifecycle_phase = $3, ownership_state = 'unowned', eligibility_state = 'not_applicable', public_state = $4,
-      attempt_state = $5, blocking_reason = null, terminal_at_ms = ff_now_ms()
-  from k where e.partition_key = k.partition_key and e.execution_id = k.execution_id
-  returning e.partition_key, e.execution_id, e.attempt_index),
-a as (
-  update ff_attempt t set outcome = $6 from x
-  where t.partition_key = x.partition_key and t.execution_id = x.execution_id and t.attempt_index = x.attempt_index),
-s as (
-  update ff_suspension_current t set timeout_at_ms = null, closed_at_ms = ff_now_ms(), close_reason = $7
-  from x where t.partition_key = x.partition_key and t.execution_id = x.execution_id),
-w as (
-  delete from ff_waitpoint_pending t using x
-  where t.partition_key = x.partition_key and t.execution_id = x.execution_id),
-c as (
-  insert into ff_completion_event (partition_key, execution_id, outcome, occurred_at_ms)
-  select partition_key, execution_id, $7, ff_now_ms() from x)
-select count(*) from x
-"""
-TIMED_OUT = ("terminal", "failed", "attempt_terminal", "failed", "failed")
-CANCELLED = ("cancelled", "cancelled", "cancelled", "cancelled", "cancelled")
 
 
 @pytest.fixture
@@ -245,43 +218,69 @@ async def test_a_signal_against_resume_execution_resumes_once(
     await assert_invariants(crowd.sql)
 
 
-@pytest.mark.parametrize("ending", [TIMED_OUT, CANCELLED], ids=["timeout", "cancel"])
-async def test_a_signal_against_an_ending_has_exactly_one_outcome(
-    crowd: Rig, dsn: str, clock: Clock, rng: random.Random, rounds: int, ending: tuple[str, ...]
+async def test_a_signal_against_the_timeout_has_exactly_one_outcome(
+    crowd: Rig, clock: Clock, rng: random.Random, rounds: int
 ) -> None:
-    """Resumed, or ended; never both, and the loser is told so."""
+    """Resumed, or failed; never both, and the loser is told so."""
     endings: Counter[str] = Counter()
-    other = await asyncpg.connect(dsn)
-
-    async def end(execution_id: str) -> int:
+    while both_ways(endings, rounds):
+        claim, outcome = await suspended(
+            crowd, Suspend([Fresh("a")], Single("a"), timeout_at_ms=await clock.now_ms() + 1000)
+        )
         await clock.advance(1000)
-        return int(await other.fetchval(END, *parse_execution_id(execution_id), *ending))
+        (signal,) = signals(claim.execution_id, outcome.waitpoints, 1)
+        partition = parse_execution_id(claim.execution_id).partition_key
+        sweep = partial(suspension_timeout.tick, crowd.engine._runtime, partition, 100)
+        answer, report = await race(rng, partial(crowd.engine.deliver_signal, signal), sweep)
+        assert isinstance(report, Report), report
+        found = await stored(crowd, claim.execution_id)
+        assert found["waitpoints"] == 0
+        if isinstance(answer, Accepted):
+            endings["signal"] += 1
+            assert (answer.effect, report.outcomes["failed"]) == (SATISFIED, 0)
+            assert await crowd.completions(claim.execution_id) == ["resumable"]
+            await crowd.engine.complete((await crowd.claim(**OTHER)).handle)
+        else:
+            endings["ended"] += 1
+            assert isinstance(answer, State)
+            assert (answer.kind, report.outcomes["failed"]) == (StateKind.TARGET_NOT_SIGNALABLE, 1)
+            assert await crowd.completions(claim.execution_id) == ["failed"]
+            assert (found["stored"], found["counted"]) == (0, 0)
+            assert await crowd.engine.claim("default", **OTHER) is None
+    await assert_invariants(crowd.sql)
 
-    try:
-        while both_ways(endings, rounds):
-            claim, outcome = await suspended(
-                crowd, Suspend([Fresh("a")], Single("a"), timeout_at_ms=await clock.now_ms() + 1000)
-            )
-            (signal,) = signals(claim.execution_id, outcome.waitpoints, 1)
-            answer, ended = await race(
-                rng, partial(crowd.engine.deliver_signal, signal), partial(end, claim.execution_id)
-            )
-            found = await stored(crowd, claim.execution_id)
-            assert found["waitpoints"] == 0
-            if isinstance(answer, Accepted):
-                endings["signal"] += 1
-                assert (answer.effect, ended) == (SATISFIED, 0)
-                assert await crowd.completions(claim.execution_id) == ["resumable"]
-                await crowd.engine.complete((await crowd.claim(**OTHER)).handle)
-            else:
-                endings["ended"] += 1
-                assert isinstance(answer, State)
-                assert (answer.kind, ended) == (StateKind.TARGET_NOT_SIGNALABLE, 1)
-                assert await crowd.completions(claim.execution_id) == [ending[4]]
-                assert (found["stored"], found["counted"]) == (0, 0)
-                assert await crowd.engine.claim("default", **OTHER) is None
-    finally:
-        await other.close()
+
+async def test_a_signal_against_the_deadline_is_counted_or_refused(
+    crowd: Rig, clock: Clock, rng: random.Random, rounds: int
+) -> None:
+    """The deadline ends it either way; a signal that came first is stored, one that came later is told so."""
+    endings: Counter[str] = Counter()
+    while both_ways(endings, rounds):
+        await crowd.create(deadline_at_ms=await clock.now_ms() + 1000)
+        claim = await crowd.claim()
+        outcome = await crowd.engine.suspend(claim.handle, Suspend([Fresh("a")], Single("a")))
+        assert isinstance(outcome, Suspended)
+        await clock.advance(1000)
+        (signal,) = signals(claim.execution_id, outcome.waitpoints, 1)
+        partition = parse_execution_id(claim.execution_id).partition_key
+        sweep = partial(execution_deadline.tick, crowd.engine._runtime, partition, 100)
+        answer, report = await race(rng, partial(crowd.engine.deliver_signal, signal), sweep)
+        assert isinstance(report, Report), report
+        again = await execution_deadline.tick(crowd.engine._runtime, partition, 100)
+        assert report.moved + again.moved == 1
+        found = await stored(crowd, claim.execution_id)
+        assert found["waitpoints"] == 0
+        assert await crowd.public(claim.execution_id) == "expired"
+        if isinstance(answer, Accepted):
+            endings["signal"] += 1
+            assert (found["stored"], found["counted"]) == (1, 1)
+            assert await crowd.completions(claim.execution_id) == ["resumable", "expired"]
+        else:
+            endings["ended"] += 1
+            assert isinstance(answer, State)
+            assert answer.kind == StateKind.TARGET_NOT_SIGNALABLE
+            assert (found["stored"], found["counted"]) == (0, 0)
+            assert await crowd.completions(claim.execution_id) == ["expired"]
     await assert_invariants(crowd.sql)
 
 

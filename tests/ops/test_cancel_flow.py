@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
 
 import ffd.ops.cancel_flow as cancel_flow_module
@@ -27,6 +28,7 @@ from ffd import (
 from ffd.core.ids import new_uuid
 from ffd.ops.cancel_flow import drain_backlog
 from ffd.ops.flow_lock import parse_flow_id
+from tests.concurrency.sessions import held, until_blocked
 from tests.support import Rig
 
 pytestmark = pytest.mark.anyio
@@ -256,3 +258,20 @@ async def test_a_held_flow_row_is_contention_in_the_end(rig: Rig, open_engine: C
             with pytest.raises(Contention) as refused:
                 await impatient.cancel_flow(flow, reason="no")
     assert refused.value.kind == ContentionKind.RETRY_EXHAUSTED
+
+
+async def test_draining_and_acknowledging_queue_at_the_header(rig: Rig, dsn: str) -> None:
+    """C-091: neither overlooks what the other has just struck off, so the header goes with the last member."""
+    flow, ids = await bag(rig, "a", "b")
+    await rig.engine.cancel_flow_header(flow, reason="no", cancellation_policy="cancel_all")
+    key = parse_flow_id(flow)
+    async with held(dsn) as other, anyio.create_task_group() as tasks:
+        # An acknowledgement under way: it holds the header and has struck its member off.
+        await other.execute(cancel_flow_module.LOCK_BACKLOG.sql, *key)
+        await other.execute(cancel_flow_module.ACK_MEMBERS.sql, *key, [ids["a"]])
+        tasks.start_soon(drain_backlog, rig.engine._runtime, key)
+        await until_blocked(rig.sql, "lock_backlog")
+        await other.execute(cancel_flow_module.CLOSE_BACKLOG.sql, *key)
+        await other.execute("commit")
+    assert await rig.sql.fetchval("select count(*) from ff_cancel_backlog_member") == 0
+    assert await rig.sql.fetchval("select count(*) from ff_cancel_backlog") == 0

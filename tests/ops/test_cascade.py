@@ -351,3 +351,35 @@ async def test_a_held_flow_row_is_contention_in_the_end(rig: Rig, open_engine: C
                 await impatient.complete(claim.handle)
     assert refused.value.kind == ContentionKind.RETRY_EXHAUSTED
     await rig.engine.complete(claim.handle)
+
+
+async def test_an_ending_that_is_owed_already_is_recorded_once(rig: Rig, clock: Clock) -> None:
+    """Ended past its reclaims with the cascade owed, replayed, and ended that way again before anybody settled."""
+    nodes = {
+        "a": NewExecution(lane="a", policy=ExecutionPolicy(max_reclaim_count=0)),
+        "b": NewExecution(lane="b"),
+    }
+    flow = await rig.engine.submit_flow(FlowSpec(nodes, [("a", "b")]))
+    claim = await rig.claim("a")
+    await rig.sql.execute(
+        "insert into ff_cascade_owed values ($1, $2, $3, 'resolve', '', 1)",
+        *parse_flow_id(flow.flow_id),
+        parse_execution_id(claim.execution_id).execution_id,
+    )
+    await clock.advance(60_000)
+    with pytest.raises(Contention) as ended:
+        await rig.engine.claim_from_resume_grant(ResumeToken(claim.execution_id, "w2", "w2-1"))
+    assert ended.value.kind == ContentionKind.EXECUTION_NOT_ACTIVE
+    assert await states(rig, flow.execution_ids, "a", "b") == ["failed", "skipped"]
+
+
+async def test_a_race_lost_in_an_earlier_life_does_not_cancel_the_next(rig: Rig) -> None:
+    flow, ids = await fan_in(rig, 2, AnyOfEdges())
+    loser = await rig.claim("u1")
+    async with rig.sql.transaction():
+        await rig.engine.assert_lease(loser.handle, connection=rig.sql)
+        await succeed(rig, "u0")
+    await rig.engine.complete(loser.handle)
+    await rig.engine.replay_execution(ids["u1"])
+    await drain(rig.engine, flow)
+    assert await rig.public(ids["u1"]) == "waiting"

@@ -6,6 +6,7 @@ from collections.abc import Awaitable
 from typing import Any
 from uuid import uuid4
 
+import anyio
 import msgspec
 import pytest
 
@@ -25,6 +26,7 @@ from ffd import (
     Suspended,
 )
 from ffd.core.ids import parse_execution_id
+from tests.concurrency.sessions import held, until_blocked
 from tests.support import OTHER, Clock, Rig
 
 pytestmark = pytest.mark.anyio
@@ -176,3 +178,38 @@ async def test_a_member_of_a_flow_carries_its_flow_into_the_event(rig: Rig) -> N
     await rig.sql.execute("update ff_exec_core set flow_id = $1", flow)
     await rig.engine.resume_execution(claim.execution_id, reason="x")
     assert await rig.sql.fetchval("select flow_id from ff_completion_event") == flow
+
+
+async def test_a_suspension_written_while_the_resume_waited_is_closed(rig: Rig, dsn: str) -> None:
+    """What a statement reads beside the lock it waited for is old; the suspension it finds is new."""
+    claim = await rig.running()
+    key = parse_execution_id(claim.execution_id)
+    async with held(dsn) as other, anyio.create_task_group() as tasks:
+        await other.execute(
+            "update ff_exec_core set lifecycle_phase = 'suspended', ownership_state = 'released',"
+            " public_state = 'suspended', attempt_state = 'attempt_interrupted'"
+        )
+        await other.execute(
+            "insert into ff_suspension_current (partition_key, execution_id, suspension_id, suspended_at_ms,"
+            " timeout_at_ms, condition) values ($1, $2, $3, 1, 5, '\"OperatorOnly\"')",
+            *key,
+            uuid4(),
+        )
+        await other.execute(
+            "insert into ff_waitpoint_pending (partition_key, waitpoint_id, execution_id, token_kid, token,"
+            " created_at_ms, state) values ($1, $3, $2, 'k1', 't', 1, 'active')",
+            *key,
+            uuid4(),
+        )
+
+        async def resume() -> None:
+            await rig.engine.resume_execution(claim.execution_id, reason="x")
+
+        tasks.start_soon(resume)
+        await until_blocked(rig.sql, "lock_execution")
+        await other.execute("commit")
+    assert await rig.public(claim.execution_id) == "resumable"
+    assert await rig.sql.fetchval("select count(*) from ff_waitpoint_pending") == 0
+    row = await rig.sql.fetchrow("select timeout_at_ms, close_reason from ff_suspension_current")
+    assert row is not None
+    assert tuple(row) == (None, "operator")

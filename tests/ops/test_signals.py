@@ -1183,3 +1183,13 @@ async def test_signals_leave_the_execution_public_state_alone_until_they_resume(
         snapshot = await rig.engine.describe_execution(claim.execution_id)
         assert snapshot is not None
         assert snapshot.public_state == state
+
+
+async def test_a_repeated_signal_id_is_a_duplicate_at_another_pending_waitpoint(rig: Rig) -> None:
+    claim = await rig.running()
+    first = await rig.engine.create_waitpoint(claim.handle, "a", expires_in_ms=60_000)
+    second = await rig.engine.create_waitpoint(claim.handle, "b", expires_in_ms=60_000)
+    same = str(uuid4())
+    assert await send(rig, signal(claim, first, signal_id=same)) == BUFFERED
+    assert await rig.engine.deliver_signal(signal(claim, second, signal_id=same)) == Duplicate(same)
+    assert (await rig.core(claim.execution_id))["signal_count"] == 1
