@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from typing import Any
 from uuid import uuid4
 
@@ -13,7 +12,6 @@ import pytest
 from ffd import (
     Claim,
     Engine,
-    EngineError,
     Fresh,
     HandleKind,
     NotFound,
@@ -42,23 +40,6 @@ async def suspended(rig: Rig, **suspend: Any) -> tuple[Claim, Suspended]:
     outcome = await rig.engine.suspend(claim.handle, Suspend([Fresh("a"), Fresh("b")], OperatorOnly(), **suspend))
     assert isinstance(outcome, Suspended)
     return claim, outcome
-
-
-async def everything(rig: Rig) -> str:
-    tables = ("ff_suspension_current", "ff_waitpoint_pending", "ff_operator_event", "ff_signal_event")
-    parts = [
-        await rig.sql.fetchval(f"select md5(coalesce(string_agg(t::text, '|' order by t::text), '')) from {table} t")
-        for table in tables
-    ]
-    return "/".join([await rig.fingerprint(), *parts])
-
-
-async def refused(rig: Rig, call: Awaitable[Any]) -> EngineError:
-    before = await everything(rig)
-    with pytest.raises(EngineError) as info:
-        await call
-    assert await everything(rig) == before, "a refused call changed something"
-    return info.value
 
 
 async def test_resuming_closes_the_suspension_and_every_waitpoint(rig: Rig, clock: Clock) -> None:
@@ -94,7 +75,7 @@ async def test_resuming_closes_the_suspension_and_every_waitpoint(rig: Rig, cloc
     assert msgspec.json.decode(event["details"]) == {"resume_delay_ms": 0, "previous_state": "suspended"}
     for late in outcome.waitpoints:
         again = msgspec.structs.replace(signal, waitpoint_id=late.waitpoint_id, token=late.token)
-        assert (await refused(rig, rig.engine.deliver_signal(again))).code == "state.waitpoint_closed"
+        assert (await rig.refused(rig.engine.deliver_signal(again))).code == "state.waitpoint_closed"
     resumed = await rig.engine.claim_resumed_execution(claim.execution_id, **OTHER)
     assert (resumed.handle.kind, resumed.attempt_index) == (HandleKind.RESUMED, 0)
     assert [one.signal_name for one in await rig.engine.observe_signals(resumed.handle)] == ["note"]
@@ -132,24 +113,24 @@ async def test_what_is_not_suspended_cannot_be_resumed(rig: Rig) -> None:
     """C-181: never claimed, running, resumed already (called twice), ended."""
     created = await rig.create(lane="other")
     claim = await rig.running()
-    error = await refused(rig, rig.engine.resume_execution(created, reason="x"))
+    error = await rig.refused(rig.engine.resume_execution(created, reason="x"))
     assert isinstance(error, State)
     assert (error.kind, error.context["public_state"]) == (StateKind.EXECUTION_NOT_SUSPENDED, "waiting")
-    error = await refused(rig, rig.engine.resume_execution(claim.execution_id, reason="x"))
+    error = await rig.refused(rig.engine.resume_execution(claim.execution_id, reason="x"))
     assert error.code == "state.execution_not_suspended"
     await rig.engine.suspend(claim.handle, Suspend([Fresh("a")], Single("a")))
     await rig.engine.resume_execution(claim.execution_id, reason="x")
-    error = await refused(rig, rig.engine.resume_execution(claim.execution_id, reason="x"))
+    error = await rig.refused(rig.engine.resume_execution(claim.execution_id, reason="x"))
     assert error.code == "state.execution_not_suspended"
     await rig.engine.complete((await rig.claim()).handle)
-    error = await refused(rig, rig.engine.resume_execution(claim.execution_id, reason="x"))
+    error = await rig.refused(rig.engine.resume_execution(claim.execution_id, reason="x"))
     assert error.code == "state.execution_not_suspended"
     assert await rig.sql.fetchval("select count(*) from ff_operator_event") == 1
 
 
 async def test_an_unknown_execution_is_not_found(rig: Rig) -> None:
     """C-182."""
-    assert isinstance(await refused(rig, rig.engine.resume_execution(f"{{fp:1}}:{uuid4()}", reason="x")), NotFound)
+    assert isinstance(await rig.refused(rig.engine.resume_execution(f"{{fp:1}}:{uuid4()}", reason="x")), NotFound)
 
 
 async def test_bad_input_is_named_and_changes_nothing(rig: Rig) -> None:
@@ -167,7 +148,7 @@ async def test_bad_input_is_named_and_changes_nothing(rig: Rig) -> None:
     ]
     for field, value in bad:
         call: dict[str, Any] = {"execution_id": claim.execution_id, "reason": "x", field: value}
-        error = await refused(rig, rig.engine.resume_execution(**call))
+        error = await rig.refused(rig.engine.resume_execution(**call))
         assert getattr(error, "field", None) == field
     await rig.engine.resume_execution(claim.execution_id, reason="r" * 1024, actor="a" * 256)
 

@@ -11,16 +11,11 @@ import pytest
 
 from ffd import (
     Accepted,
-    AllOf,
     ByName,
     Claim,
-    Conflict,
     Contention,
     ContentionKind,
-    Count,
-    CountKind,
     Engine,
-    EngineError,
     Fresh,
     Handle,
     HandleKind,
@@ -37,13 +32,11 @@ from ffd import (
     SuspensionAlreadySatisfied,
     TimeoutOnly,
     UsePending,
-    Validation,
-    ValidationKind,
-    Wildcard,
 )
 from ffd.core.handles import read_lease
 from ffd.core.ids import new_uuid, parse_execution_id
 from ffd.core.tokens import mint_token
+from tests.signalling import Call, calls
 from tests.support import OTHER, Clock, Rig, stale
 
 pytestmark = pytest.mark.anyio
@@ -51,47 +44,10 @@ pytestmark = pytest.mark.anyio
 SECRET = "9c" * 32
 ONE = Suspend([Fresh("a")], Single("a", ByName("go")))
 
-Call = Callable[[Engine, Handle, Suspend, str | None], Awaitable[Suspended | SuspensionAlreadySatisfied]]
-
-
-async def by_triple(
-    engine: Engine, handle: Handle, suspend: Suspend, key: str | None
-) -> Suspended | SuspensionAlreadySatisfied:
-    lease = read_lease(handle)
-    fence = LeaseFence(lease.lease_id, lease.lease_epoch, lease.attempt_id)
-    return await engine.suspend_by_triple(str(lease.key), fence, suspend, idempotency_key=key)
-
-
-CALLS: dict[str, Call] = {
-    "suspend": lambda engine, handle, suspend, key: engine.suspend(handle, suspend, idempotency_key=key),
-    "suspend_by_triple": by_triple,
-}
-calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-
 
 @pytest.fixture(autouse=True)
 async def _key(engine: Engine) -> None:
     await engine.seed_waitpoint_hmac_secret("k1", SECRET)
-
-
-async def everything(rig: Rig) -> str:
-    """A digest of every table but the lane registry, which is filled in the background."""
-    tables = await rig.sql.fetch(
-        "select tablename from pg_tables where schemaname = 'public' and tablename <> 'ff_lane_registry' order by 1"
-    )
-    parts = [
-        await rig.sql.fetchval(f"select md5(string_agg(t::text, '|' order by t::text)) from {row['tablename']} t")
-        for row in tables
-    ]
-    return "/".join(part or "" for part in parts)
-
-
-async def refused(rig: Rig, call: Awaitable[Any]) -> EngineError:
-    before = await everything(rig)
-    with pytest.raises(EngineError) as info:
-        await call
-    assert await everything(rig) == before, "a refused call changed something"
-    return info.value
 
 
 async def send(rig: Rig, claim: Claim, point: Any, name: str = "go") -> Accepted:
@@ -263,7 +219,7 @@ async def test_a_stale_fence_is_refused(rig: Rig, call: Call) -> None:
     """C-125."""
     claim = await rig.running()
     for handle in (stale(claim, epoch=1), stale(claim, epoch=-1)):
-        error = await refused(rig, call(rig.engine, handle, ONE, None))
+        error = await rig.refused(call(rig.engine, handle, ONE, None))
         assert isinstance(error, Contention)
         assert error.kind == ContentionKind.LEASE_CONFLICT
         assert not error.is_retryable
@@ -272,7 +228,7 @@ async def test_a_stale_fence_is_refused(rig: Rig, call: Call) -> None:
 
 async def test_the_handle_also_fences_the_attempt_and_the_triple_does_not(rig: Rig) -> None:
     claim = await rig.running()
-    error = await refused(rig, rig.engine.suspend(stale(claim, attempt=1), ONE))
+    error = await rig.refused(rig.engine.suspend(stale(claim, attempt=1), ONE))
     assert error.code == "contention.lease_conflict"
     fence = LeaseFence("not compared", claim.lease_epoch, "not compared")
     assert isinstance(await rig.engine.suspend_by_triple(claim.execution_id, fence, ONE), Suspended)
@@ -296,7 +252,7 @@ async def test_a_fence_mismatch_is_final_and_not_tried_again(
         return await transact(op, counted, *rest)
 
     monkeypatch.setattr(rig.engine._runtime.db, "transact", spy)
-    error = await refused(rig, call(rig.engine, stale(claim, epoch=1), ONE, None))
+    error = await rig.refused(call(rig.engine, stale(claim, epoch=1), ONE, None))
     assert (error.code, bodies) == ("contention.lease_conflict", 1)
 
 
@@ -304,7 +260,7 @@ async def test_a_fence_mismatch_is_final_and_not_tried_again(
 async def test_an_expired_lease_cannot_suspend(rig: Rig, clock: Clock, call: Call) -> None:
     claim = await rig.running()
     await clock.advance(30_000)
-    error = await refused(rig, call(rig.engine, claim.handle, ONE, None))
+    error = await rig.refused(call(rig.engine, claim.handle, ONE, None))
     assert isinstance(error, State)
     assert error.kind == StateKind.LEASE_EXPIRED
 
@@ -313,7 +269,7 @@ async def test_an_expired_lease_cannot_suspend(rig: Rig, clock: Clock, call: Cal
 async def test_what_is_not_running_cannot_be_suspended(rig: Rig, call: Call) -> None:
     claim = await rig.running()
     await rig.engine.complete(claim.handle)
-    error = await refused(rig, call(rig.engine, claim.handle, ONE, None))
+    error = await rig.refused(call(rig.engine, claim.handle, ONE, None))
     assert error.code == "contention.execution_not_active"
 
 
@@ -321,7 +277,7 @@ async def test_what_is_not_running_cannot_be_suspended(rig: Rig, call: Call) -> 
 async def test_what_is_not_there_is_not_found(rig: Rig, call: Call) -> None:
     claim = await rig.running()
     gone = Handle.of_lease(HandleKind.FRESH, read_lease(claim.handle)._replace(execution_id=uuid4()))
-    error = await refused(rig, call(rig.engine, gone, ONE, None))
+    error = await rig.refused(call(rig.engine, gone, ONE, None))
     assert isinstance(error, NotFound)
     assert error.entity == "execution"
 
@@ -331,7 +287,7 @@ async def test_a_second_suspend_without_a_key_meets_the_raised_epoch(rig: Rig, c
     """V-022 differs: by the contract's order of fence answers it is `LEASE_CONFLICT`, not `ALREADY_SUSPENDED`."""
     claim = await rig.running()
     await call(rig.engine, claim.handle, ONE, None)
-    error = await refused(rig, call(rig.engine, claim.handle, ONE, None))
+    error = await rig.refused(call(rig.engine, claim.handle, ONE, None))
     assert error.code == "contention.lease_conflict"
 
 
@@ -339,7 +295,7 @@ async def test_the_suspended_handle_cannot_suspend_and_cannot_write(rig: Rig) ->
     """V-023."""
     claim = await rig.running()
     outcome = await rig.engine.suspend(claim.handle, ONE)
-    error = await refused(rig, rig.engine.suspend(outcome.handle, ONE))
+    error = await rig.refused(rig.engine.suspend(outcome.handle, ONE))
     assert isinstance(error, State)
     assert error.kind == StateKind.ALREADY_SUSPENDED
     calls: list[Awaitable[Any]] = [
@@ -348,7 +304,7 @@ async def test_the_suspended_handle_cannot_suspend_and_cannot_write(rig: Rig) ->
         rig.engine.create_waitpoint(outcome.handle, "x", expires_in_ms=5),
     ]
     for call in calls:
-        assert (await refused(rig, call)).code == "contention.execution_not_active"
+        assert (await rig.refused(call)).code == "contention.execution_not_active"
     assert Handle.decode(outcome.handle.encode()) == outcome.handle
 
 
@@ -360,15 +316,15 @@ async def test_a_repeat_with_the_same_key_returns_the_first_outcome(rig: Rig, cl
     """C-121: token included, whatever the repeat asks for, and also when the execution has gone on."""
     claim = await rig.running()
     first = await call(rig.engine, claim.handle, ONE, "replay-key-1")
-    before = await everything(rig)
+    before = await rig.fingerprint()
     other = Suspend([Fresh("b"), Fresh("c")], Single("c"), timeout_at_ms=1)
     assert await call(rig.engine, claim.handle, ONE, "replay-key-1") == first
     assert await call(rig.engine, claim.handle, other, "replay-key-1") == first
-    assert await everything(rig) == before
+    assert await rig.fingerprint() == before
     await send(rig, claim, first.waitpoints[0])
     await rig.engine.complete((await rig.claim()).handle)
     assert await call(rig.engine, claim.handle, ONE, "replay-key-1") == first
-    assert (await refused(rig, call(rig.engine, claim.handle, ONE, "another"))).code == "contention.lease_conflict"
+    assert (await rig.refused(call(rig.engine, claim.handle, ONE, "another"))).code == "contention.lease_conflict"
 
 
 async def test_a_key_belongs_to_its_execution(rig: Rig) -> None:
@@ -501,16 +457,14 @@ async def test_a_waitpoint_that_cannot_be_used_is_named_and_changes_nothing(rig:
         ([Fresh("a", foreign.waitpoint_id)], "conflict.waitpoint_already_exists"),
     ]
     for points, code in unusable:
-        error = await refused(rig, rig.engine.suspend(claim.handle, Suspend(points, Single("a"))))
+        error = await rig.refused(rig.engine.suspend(claim.handle, Suspend(points, Single("a"))))
         assert error.code == code, points
-    unknown = await refused(
-        rig, rig.engine.suspend(claim.handle, Suspend([UsePending(good.waitpoint_id)], Single("z")))
-    )
+    unknown = await rig.refused(rig.engine.suspend(claim.handle, Suspend([UsePending(good.waitpoint_id)], Single("z"))))
     assert (unknown.code, getattr(unknown, "field", "")) == ("validation.invalid_input", "condition.key")
     await rig.engine.suspend(claim.handle, Suspend([UsePending(good.waitpoint_id)], Single("a")))
     await send(rig, claim, good)
     again = await rig.claim()
-    gone = await refused(rig, rig.engine.suspend(again.handle, Suspend([UsePending(good.waitpoint_id)], Single("a"))))
+    gone = await rig.refused(rig.engine.suspend(again.handle, Suspend([UsePending(good.waitpoint_id)], Single("a"))))
     assert (gone.code, gone.is_retryable) == ("contention.waitpoint_not_found", True)
 
 
@@ -518,208 +472,7 @@ async def test_an_active_waitpoint_is_not_pending(rig: Rig) -> None:
     claim = await rig.running()
     pending = await rig.engine.create_waitpoint(claim.handle, "a", expires_in_ms=60_000)
     await rig.sql.execute("update ff_waitpoint_pending set state = 'active'")
-    error = await refused(
-        rig, rig.engine.suspend(claim.handle, Suspend([UsePending(pending.waitpoint_id)], Single("a")))
+    error = await rig.refused(
+        rig.engine.suspend(claim.handle, Suspend([UsePending(pending.waitpoint_id)], Single("a")))
     )
     assert error.code == "state.waitpoint_not_pending"
-
-
-# Validation
-
-SOME = [Fresh("a"), Fresh("b")]
-BAD: dict[str, tuple[Any, str, ValidationKind]] = {
-    "empty AllOf": (Suspend(SOME, AllOf(())), "condition.members", ValidationKind.INVALID_INPUT),
-    "n = 0": (Suspend(SOME, Count(0, CountKind.DISTINCT_SIGNALS, ("a",))), "condition.n", ValidationKind.INVALID_INPUT),
-    "n beyond the set": (
-        Suspend(SOME, Count(3, CountKind.DISTINCT_WAITPOINTS, ("a", "b"))),
-        "condition.n",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "no waitpoints to count": (
-        Suspend(SOME, Count(1, CountKind.DISTINCT_SIGNALS, ())),
-        "condition.waitpoints",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "unknown key": (Suspend(SOME, Single("z")), "condition.key", ValidationKind.INVALID_INPUT),
-    "duplicate key": (
-        Suspend([Fresh("a"), Fresh("a")], Single("a")),
-        "waitpoints",
-        ValidationKind.INVALID_WAITPOINT_KEY,
-    ),
-    "depth 5": (
-        Suspend(SOME, AllOf((AllOf((AllOf((AllOf((Single("a"),)),)),)),))),
-        "condition.members[0].members[0].members[0].members[0]",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "TimeoutOnly without a timeout": (Suspend(SOME, TimeoutOnly()), "timeout_at_ms", ValidationKind.INVALID_INPUT),
-    "a timeout in the past": (
-        Suspend(SOME, Single("a"), timeout_at_ms=1),
-        "timeout_at_ms",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "a timeout that is none": (
-        Suspend(SOME, Single("a"), timeout_at_ms="soon"),  # type: ignore[arg-type]
-        "timeout_at_ms",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "no suspend": ("suspend", "suspend", ValidationKind.INVALID_INPUT),
-    "no condition": (Suspend(SOME, None), "condition", ValidationKind.INVALID_INPUT),  # type: ignore[arg-type]
-    "reason": (Suspend(SOME, Single("a"), reason="bored"), "reason", ValidationKind.INVALID_INPUT),
-    "unhashable reason": (
-        Suspend(SOME, Single("a"), reason=["x"]),  # type: ignore[arg-type]
-        "reason",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "on_timeout": (Suspend(SOME, Single("a"), on_timeout="explode"), "on_timeout", ValidationKind.INVALID_INPUT),
-    "unhashable on_timeout": (
-        Suspend(SOME, Single("a"), on_timeout=["x"]),  # type: ignore[arg-type]
-        "on_timeout",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "resume_delay_ms": (
-        Suspend(SOME, Single("a"), resume_delay_ms=-1),
-        "resume_delay_ms",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "suspension_id": (Suspend(SOME, Single("a"), suspension_id="x"), "suspension_id", ValidationKind.INVALID_INPUT),
-    "waitpoints": (Suspend(None, Single("a")), "waitpoints", ValidationKind.INVALID_INPUT),  # type: ignore[arg-type]
-    "waitpoints as text": (
-        Suspend("ab", Single("a")),  # type: ignore[arg-type]
-        "waitpoints",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "too many waitpoints": (
-        Suspend([Fresh(str(at)) for at in range(257)], Single("1")),
-        "waitpoints",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "a waitpoint that is none": (
-        Suspend([Fresh("a"), "b"], Single("a")),  # type: ignore[list-item]
-        "waitpoints[1]",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "a bad waitpoint id": (
-        Suspend([Fresh("a", "x")], Single("a")),
-        "waitpoints[0].waitpoint_id",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "a bad pending id": (
-        Suspend([UsePending("x")], Single("a")),
-        "waitpoints[0].waitpoint_id",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "an id twice": (
-        Suspend(
-            [Fresh("a", "22222222-2222-4222-8222-222222222222"), UsePending("2" * 8 + "-2222-4222-8222-" + "2" * 12)],
-            Single("a"),
-        ),
-        "waitpoints",
-        ValidationKind.INVALID_INPUT,
-    ),
-    "an empty key": (Suspend([Fresh("")], Single("")), "waitpoints[0].key", ValidationKind.INVALID_WAITPOINT_KEY),
-    "a reserved key": (
-        Suspend([Fresh("a"), Fresh("__timeout__")], Single("a")),
-        "waitpoints[1].key",
-        ValidationKind.INVALID_WAITPOINT_KEY,
-    ),
-    "a key too long": (
-        Suspend([Fresh("k" * 257)], Single("a")),
-        "waitpoints[0].key",
-        ValidationKind.INVALID_WAITPOINT_KEY,
-    ),
-    "a key with NUL": (Suspend([Fresh("a\0")], Single("a")), "waitpoints[0].key", ValidationKind.INVALID_WAITPOINT_KEY),
-}
-
-
-@calls
-async def test_bad_input_is_named_and_changes_nothing(rig: Rig, call: Call) -> None:
-    """V-024…V-026, V-032, V-033; the lease lives on."""
-    claim = await rig.running()
-    for name, (request, field, kind) in BAD.items():
-        error = await refused(rig, call(rig.engine, claim.handle, request, "k"))
-        assert isinstance(error, Validation), name
-        assert (error.field, error.kind) == (field, kind), name
-    for key in ("", "k" * 257, "a\0", 5):
-        error = await refused(rig, call(rig.engine, claim.handle, ONE, key))  # type: ignore[arg-type]
-        assert getattr(error, "field", None) == "idempotency_key"
-    await rig.engine.renew(claim.handle)
-
-
-async def test_a_timeout_must_lie_in_the_future_of_the_database_clock(rig: Rig, clock: Clock) -> None:
-    """V-026, I7."""
-    claim = await rig.running()
-    await clock.advance(10**9)
-    claim = await rig.running(lane="later")
-    now = await clock.now_ms()
-    for timeout in (now, now - 1):
-        error = await refused(
-            rig, rig.engine.suspend(claim.handle, Suspend([Fresh("a")], Single("a"), timeout_at_ms=timeout))
-        )
-        assert getattr(error, "field", None) == "timeout_at_ms"
-    await rig.engine.suspend(claim.handle, Suspend([Fresh("a")], Single("a"), timeout_at_ms=now + 1))
-
-
-async def test_a_bad_triple_is_named(rig: Rig) -> None:
-    somewhere = f"{{fp:1}}:{uuid4()}"
-    bad: list[tuple[str, Any, str]] = [
-        ("x", LeaseFence("l", 1, "a"), "execution_id"),
-        (somewhere, None, "fence"),
-        (somewhere, LeaseFence("l", -1, "a"), "fence.lease_epoch"),
-        (somewhere, LeaseFence("l", "1", "a"), "fence.lease_epoch"),  # type: ignore[arg-type]
-        (somewhere, LeaseFence("l", 2**63, "a"), "fence.lease_epoch"),
-    ]
-    for execution_id, fence, field in bad:
-        error = await refused(rig, rig.engine.suspend_by_triple(execution_id, fence, ONE))
-        assert getattr(error, "field", None) == field
-
-
-async def test_a_bad_handle_is_corruption(rig: Rig) -> None:
-    error = await refused(rig, rig.engine.suspend("handle", ONE))  # type: ignore[arg-type]
-    assert error.code == "validation.corruption"
-
-
-async def test_the_condition_is_stored_as_the_references_document(rig: Rig) -> None:
-    claim = await rig.running()
-    condition = AllOf((Single("a", Wildcard()), Count(1, CountKind.DISTINCT_SOURCES, ("b",), ByName("x"))))
-    await rig.engine.suspend(claim.handle, Suspend(SOME, condition))
-    assert msgspec.json.decode(await rig.sql.fetchval("select condition from ff_suspension_current")) == {
-        "Composite": {
-            "kind": "AllOf",
-            "members": [
-                {"Single": {"waitpoint_key": "a", "matcher": "Wildcard"}},
-                {
-                    "Composite": {
-                        "kind": "Count",
-                        "n": 1,
-                        "count_kind": "DistinctSources",
-                        "matcher": {"ByName": "x"},
-                        "waitpoints": ["b"],
-                    }
-                },
-            ],
-        }
-    }
-
-
-async def test_a_suspension_written_by_flowfabric_is_resumed_by_its_condition(rig: Rig) -> None:
-    """Design §3.2: a row with the reference's columns only."""
-    claim = await rig.running()
-    outcome = await rig.engine.suspend(claim.handle, Suspend([Fresh("wpk:x")], OperatorOnly()))
-    await rig.sql.execute("delete from ff_suspension_current")
-    await rig.sql.execute(
-        "insert into ff_suspension_current (partition_key, execution_id, suspension_id, suspended_at_ms, condition)"
-        " values ($1, $2, gen_random_uuid(), 1, $3::text::jsonb)",
-        *parse_execution_id(claim.execution_id),
-        '{"Single": {"waitpoint_key": "wpk:x", "matcher": {"ByName": "go"}}}',
-    )
-    assert (await send(rig, claim, outcome.waitpoints[0])).effect == "resume_condition_satisfied"
-
-
-async def test_conflicts_name_the_waitpoint(rig: Rig) -> None:
-    claim = await rig.running()
-    pending = await rig.engine.create_waitpoint(claim.handle, "a", expires_in_ms=60_000)
-    error = await refused(
-        rig, rig.engine.suspend(claim.handle, Suspend([Fresh("a", pending.waitpoint_id)], Single("a")))
-    )
-    assert isinstance(error, Conflict)
-    assert error.context["waitpoint_id"] == pending.waitpoint_id
