@@ -135,7 +135,8 @@ def run_async(function: Callable[[], Awaitable[T]]) -> T:
     import anyio
     import structlog
 
-    # Standard output belongs to the command's own words, or to its JSON.
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    # Standard output belongs to the command's own words, or to its JSON. The stream is looked up for every line:
+    # whoever runs commands in one process may have put another one in its place.
+    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     has_uvloop = importlib.util.find_spec("uvloop") is not None
     return anyio.run(function, backend="asyncio", backend_options={"use_uvloop": has_uvloop})
