@@ -104,8 +104,8 @@ def test_the_next_page_is_asked_with_the_same_configuration(cli: Cli, tmp_path: 
 
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
-def test_without_a_database_every_command_exits_4_and_names_it(cli_down: Cli, line: tuple[str, ...]) -> None:
-    done = cli_down(*line)
+def test_without_a_database_every_command_exits_4_and_names_it(line: tuple[str, ...]) -> None:
+    done = call(*line, dsn=UNREACHABLE, stdin="x")
     assert (done.code, done.out) == (4, "")
     assert "127.0.0.1:1 (database app, user bob): connection refused" in done.err
     assert "hunter2" not in done.err
@@ -117,6 +117,17 @@ def test_without_the_schema_every_command_exits_3_and_says_what_to_run(cli_empty
     assert (done.code, done.out) == (3, "")
     assert "run `ffd migrate`" in done.err
     assert execute(cli_empty.dsn, "select count(*) from pg_class where relnamespace = 'public'::regnamespace") == 0
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if {NOBODY, NO_UUID} & set(line)], ids=" ".join)
+def test_an_unknown_id_exits_1_and_says_so(dsn: str, line: tuple[str, ...]) -> None:
+    done = call(*line, dsn=dsn)
+    assert (done.code, done.out) == (1, "")
+    assert "not found" in done.err
+    if "--result" in line:
+        return  # raw bytes; no JSON to ask for
+    told = call(*line, "--json", dsn=dsn)
+    assert (told.code, told.error["code"]) == (1, "not_found")
 
 
 def test_as_a_process_too(empty_database: str) -> None:
