@@ -1,7 +1,7 @@
 """Settings: typed, bounded, read once.
 
-A TOML file first, then `FFD_TABLE__KEY` environment variables on top. Every key has a default and a bound;
-an unknown key or a value out of bounds is refused by name, all problems in one error. No text made here ever
+A TOML file first, then `FFD_TABLE__KEY` environment variables on top (`FFD_TABLE__NAME__KEY` for `[table.name]`).
+Every key has a default and a bound; an unknown key or a value out of bounds is refused by name, all problems in one error. No text made here ever
 holds the password of a DSN (I8).
 
 Without a DSN asyncpg honours libpq's own `PG*` variables, so an absent DSN stays absent.
@@ -21,6 +21,8 @@ from urllib.parse import parse_qsl, unquote, unquote_plus, urlsplit
 import msgspec
 
 from ffd.core.errors import EngineError
+from ffd.core.limits import DURATION_MS_MAX
+from ffd.core.schedule import RECONCILERS
 
 SEARCH_PATHS: Final = (Path("ffd.toml"), Path("/etc/ffd/ffd.toml"))
 ENV_PREFIX: Final = "FFD_"
@@ -71,6 +73,41 @@ class DatabaseSettings(Table, frozen=True, kw_only=True):
     statement_cache: bool = True
 
 
+class NodeSettings(Table, frozen=True, kw_only=True):
+    """The daemon among its replicas."""
+
+    name: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    lease_ttl_ms: Annotated[int, msgspec.Meta(ge=500, le=600_000)] = 5_000
+    drain_timeout_s: Annotated[int, msgspec.Meta(ge=1, le=3_600)] = 25
+
+
+class ReconcilerSettings(Table, frozen=True, kw_only=True):
+    """One reconciler: whether it runs, how long it may look away, how many rows one statement moves."""
+
+    enabled: bool = True
+    interval_ms: Annotated[int, msgspec.Meta(ge=0, le=3_600_000)] = 1_000
+    batch_rows: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1_000
+
+    @property
+    def is_on(self) -> bool:
+        """An interval of zero switches a reconciler off as well."""
+        return self.enabled and self.interval_ms > 0
+
+
+class RetentionSettings(Table, frozen=True, kw_only=True):
+    """How long what has ended is kept."""
+
+    execution_ms: Annotated[int, msgspec.Meta(ge=0, le=DURATION_MS_MAX)] = 604_800_000
+    event_ms: Annotated[int, msgspec.Meta(ge=0, le=DURATION_MS_MAX)] = 604_800_000
+    renewal_ms: Annotated[int, msgspec.Meta(ge=0, le=DURATION_MS_MAX)] = 3_600_000
+
+
+class HttpSettings(Table, frozen=True, kw_only=True):
+    """Where health and metrics are served."""
+
+    bind: Annotated[str, msgspec.Meta(pattern=r"^(.+:\d{1,5})?$", max_length=256)] = "127.0.0.1:9464"
+
+
 class OutboxSettings(Table, frozen=True, kw_only=True):
     """How events are announced and read."""
 
@@ -86,15 +123,35 @@ class LogSettings(Table, frozen=True, kw_only=True):
     format: Literal["console", "json"] = "console"
 
 
+def _default_reconcilers() -> dict[str, ReconcilerSettings]:
+    return {name: ReconcilerSettings(**pace._asdict()) for name, pace in RECONCILERS.items()}
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that can be configured. The defaults alone are a working configuration."""
 
     database: DatabaseSettings = DatabaseSettings()
+    node: NodeSettings = NodeSettings()
+    reconcilers: dict[str, ReconcilerSettings] = msgspec.field(default_factory=_default_reconcilers)
+    retention: RetentionSettings = RetentionSettings()
     outbox: OutboxSettings = OutboxSettings()
+    http: HttpSettings = HttpSettings()
     log: LogSettings = LogSettings()
 
+    def tables(self) -> dict[str, Table]:
+        """Every table by its name in the file, `reconcilers.lease_expiry` among them."""
+        found: dict[str, Table] = {}
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            found |= (
+                {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+            )
+        return found
 
-TABLES: Final[Mapping[str, type[Table]]] = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+
+DEFAULTS: Final[Mapping[str, Table]] = Settings().tables()
+# Tables of tables.
+_GROUPS: Final = frozenset(name.partition(".")[0] for name in DEFAULTS if "." in name)
 
 
 def load(path: Path | None, environ: Mapping[str, str]) -> Settings:
@@ -149,9 +206,9 @@ class _Loader:
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {path}: {_reason(error)}") from None
         layer: dict[tuple[str, str], _Given] = {}
-        for table, keys in content.items():
-            if table not in TABLES:
-                self.problems.append(f"{table} ({origin}): unknown table{_suggest(table, TABLES)}")
+        for table, keys in _tables_of(content):
+            if table not in DEFAULTS:
+                self.problems.append(f"{table} ({origin}): unknown table{_suggest(table, DEFAULTS)}")
             elif not isinstance(keys, dict):
                 self.problems.append(f"{table} ({origin}): must be a table, write [{table}]")
             else:
@@ -165,9 +222,10 @@ class _Loader:
             # Single underscores belong to others: FFD_CONFIG, or what Kubernetes sets for a service `ffd`.
             if not name.startswith(ENV_PREFIX) or "__" not in name:
                 continue
-            table, _, key = name.removeprefix(ENV_PREFIX).lower().partition("__")
-            if table not in TABLES:
-                self.problems.append(f"{table} ({name}): unknown table{_suggest(table, TABLES)}")
+            path, _, key = name.removeprefix(ENV_PREFIX).lower().rpartition("__")
+            table = path.replace("__", ".")
+            if table not in DEFAULTS:
+                self.problems.append(f"{table} ({name}): unknown table{_suggest(table, DEFAULTS)}")
             else:
                 layer[table, key] = _Given(value, name, is_text=True, directory=Path())
         self._merge(layer)
@@ -186,9 +244,9 @@ class _Loader:
         self.given.update(layer)
 
     def build(self) -> Settings:
-        values: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
+        values: dict[str, dict[str, Any]] = {table: {} for table in DEFAULTS}
         for (table, key), given in self.given.items():
-            types = {field.name: field.type for field in msgspec.structs.fields(TABLES[table])}
+            types = {field.name: field.type for field in msgspec.structs.fields(DEFAULTS[table])}
             if key not in types:
                 self.problems.append(f"{table}.{key} ({given.origin}): unknown key{_suggest(key, types)}")
                 continue
@@ -202,7 +260,7 @@ class _Loader:
                 self._take_secret(values[table], table, key, given)
         if self.problems:
             raise ConfigError(*self.problems)
-        settings = msgspec.convert(values, Settings)
+        settings = _assemble({table: msgspec.structs.replace(DEFAULTS[table], **values[table]) for table in DEFAULTS})
         _check_pool(settings.database)
         return settings
 
@@ -219,6 +277,27 @@ class _Loader:
         problem = dsn_problem(dsn)
         if problem is not None:
             self.problems.append(f"{table}.{key} ({given.origin}): {problem}")
+
+
+def _tables_of(content: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Each table by its whole name; what stands in a group of tables and is none itself keeps its value."""
+    for name, value in content.items():
+        if name in _GROUPS and isinstance(value, dict):
+            for key, each in value.items():
+                yield f"{name}.{key}", each
+        else:
+            yield name, value
+
+
+def _assemble(tables: Mapping[str, Table]) -> Settings:
+    fields: dict[str, Any] = {}
+    for name, table in tables.items():
+        group, _, key = name.partition(".")
+        if key:
+            fields.setdefault(group, {})[key] = table
+        else:
+            fields[name] = table
+    return Settings(**fields)
 
 
 def _check_pool(database: DatabaseSettings) -> None:
@@ -257,6 +336,10 @@ def _refusal(key: str, value: object, type_: Any) -> str:
         case msgspec.inspect.LiteralType():
             *others, last = (repr(literal) for literal in get_args(type_))
             return f"must be {', '.join(others)} or {last}{got}"
+        case msgspec.inspect.StrType(max_length=longest, pattern=pattern) if pattern is not None:
+            return f"must be host:port, or empty for none, at most {longest} characters{got}"
+        case msgspec.inspect.StrType(max_length=longest) if longest is not None:
+            return f"must be text of at most {longest} characters{got}"
         case msgspec.inspect.BoolType():
             return f"must be true or false{got}"
         case _:

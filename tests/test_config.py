@@ -11,6 +11,7 @@ import pytest
 
 from ffd import config
 from ffd.config import ConfigError, DatabaseSettings, Settings, describe_target, dsn_problem, load, redact_dsn
+from ffd.core.schedule import RECONCILERS
 
 EXAMPLE = Path(__file__).parent.parent / "ffd.toml.example"
 DSN = "postgresql://ffd:hunter2@db.example:5433/app"
@@ -39,29 +40,71 @@ def problems(path: Path | None, environ: dict[str, str]) -> str:
 
 
 def test_the_example_file_is_exactly_the_defaults() -> None:
-    shown = tomllib.loads(EXAMPLE.read_text())
+    shown = dict(config._tables_of(tomllib.loads(EXAMPLE.read_text())))
     assert load(EXAMPLE, {}) == Settings()
-    for table, struct in config.TABLES.items():
-        with_default = {f.name: f.default for f in msgspec.structs.fields(struct) if f.default is not None}
-        assert shown[table] == with_default
+    assert shown == {
+        name: {key: value for key, value in msgspec.structs.asdict(table).items() if value is not None}
+        for name, table in Settings().tables().items()
+    }
 
 
 def test_the_example_file_shows_every_key_with_an_explanation() -> None:
     lines = EXAMPLE.read_text().splitlines()
-    for table, struct in config.TABLES.items():
+    for table, defaults in Settings().tables().items():
         start = lines.index(f"[{table}]")
         section = lines[start + 1 :]
-        for field in msgspec.structs.fields(struct):
-            mark = "# " if field.default is None else ""
-            found = [i for i, line in enumerate(section) if line.startswith(f"{mark}{field.name} = ")]
-            assert found, f"{table}.{field.name} is missing"
-            assert re.match(r"# \S", section[found[0] - 1]), f"{table}.{field.name} is not explained"
+        for key, value in msgspec.structs.asdict(defaults).items():
+            mark = "# " if value is None else ""
+            found = [i for i, line in enumerate(section) if line.startswith(f"{mark}{key} = ")]
+            assert found, f"{table}.{key} is missing"
+            # The keys of the reconcilers are explained once, where the first of them stands.
+            if not table.startswith("reconcilers.") or table == "reconcilers.lease_expiry":
+                assert re.match(r"# \S", section[found[0] - 1]), f"{table}.{key} is not explained"
 
 
 def test_commented_keys_of_the_example_are_valid_too(tmp_path: Path) -> None:
     text = re.sub(r"^# (\w+ = )", r"\1", EXAMPLE.read_text(), flags=re.MULTILINE)
     text = re.sub(r"^\w+_file = .*$", "", text, flags=re.MULTILINE)
     assert load(write(tmp_path / "all.toml", text), {}).database.listen_dsn is not None
+
+
+def test_every_reconciler_has_a_table_and_a_module() -> None:
+    modules = {path.stem for path in (EXAMPLE.parent / "ffd" / "reconcilers").glob("*.py")}
+    assert set(RECONCILERS) <= modules
+    assert {name.partition(".")[2] for name in Settings().tables() if name.startswith("reconcilers.")} == set(
+        RECONCILERS
+    )
+
+
+def test_a_table_of_tables_can_be_set_from_the_file_and_from_the_environment(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.toml", "[reconcilers.lease_expiry]\ninterval_ms = 200\nbatch_rows = 10\n")
+    found = load(path, {"FFD_RECONCILERS__LEASE_EXPIRY__INTERVAL_MS": "300"}).reconcilers
+    assert (found["lease_expiry"].interval_ms, found["lease_expiry"].batch_rows) == (300, 10)
+    assert found["retention"] == Settings().reconcilers["retention"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (
+            "[reconcilers.lease_expire]",
+            "reconcilers.lease_expire",
+        ),
+        ("[reconcilers]\nenabled = true", "reconcilers.enabled"),
+        ("reconcilers = 1", "reconcilers"),
+        ("[reconcilers.retention]\nbatch_rows = 0", "reconcilers.retention.batch_rows"),
+        ("[http]\nbind = 'nowhere'", "http.bind"),
+        ("[node]\nname = 1", "node.name"),
+    ],
+)
+def test_mistakes_in_the_daemons_tables_are_named(tmp_path: Path, text: str, names: str) -> None:
+    assert problems(write(tmp_path / "f.toml", text), {}).startswith(f"configuration: {names} (")
+
+
+def test_an_interval_of_zero_switches_a_reconciler_off() -> None:
+    """V-132."""
+    settings = load(None, {"FFD_RECONCILERS__RETENTION__INTERVAL_MS": "0"}).reconcilers
+    assert [name for name, each in settings.items() if not each.is_on] == ["retention"]
 
 
 # Where settings come from
@@ -204,7 +247,7 @@ def test_all_problems_come_at_once_each_with_its_origin(tmp_path: Path) -> None:
         'log = 1\n[database]\npool_mx = 3\npool_max = 0\n[outbox]\nnotify = "loud"\n[databse]\nx = 1',
     )
     with pytest.raises(ConfigError) as caught:
-        load(None, {"FFD_LOG__LEVEL": "chatty", "FFD_NODE__NAME": "a", "FFD_DATABASE__A__B": "1"})
+        load(None, {"FFD_LOG__LEVEL": "chatty", "FFD_NOD__NAME": "a", "FFD_DATABASE__A__B": "1"})
     text = str(caught.value)
     assert len(caught.value.problems) == 8
     assert caught.value.code == "config"
@@ -215,8 +258,8 @@ def test_all_problems_come_at_once_each_with_its_origin(tmp_path: Path) -> None:
         "outbox.notify (ffd.toml): must be 'doorbell' or 'off', not 'loud'",
         "databse (ffd.toml): unknown table; did you mean database?",
         "log.level (FFD_LOG__LEVEL): must be 'debug', 'info', 'warning' or 'error', not 'chatty'",
-        "node (FFD_NODE__NAME): unknown table",
-        "database.a__b (FFD_DATABASE__A__B): unknown key",
+        "nod (FFD_NOD__NAME): unknown table; did you mean node?",
+        "database.a (FFD_DATABASE__A__B): unknown table; did you mean database?",
     ):
         assert part in text
 

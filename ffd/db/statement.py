@@ -62,9 +62,23 @@ _OF_ITS_FLOW: Final = re.compile(r"\[\[of its flow (\w+)\]\]")
 _OF_ITS_FLOW_WORDS: Final = r"(partition_key = \1.p and flow_id = \1.f) is true"
 
 
+# Rows that a reconciler could not move are left alone until their time comes again; the alias has a partition_key. In a
+# sweep, whose third parameter restricts it to some entities, these are taken in any case.
+_NOT_QUARANTINED: Final = re.compile(r"\[\[not quarantined (\w+) (\w+)\.(\w+)\]\]")
+_NOT_QUARANTINED_WORDS: Final = (
+    r"not exists (select 1 from ff_quarantine k where k.partition_key = \2.partition_key and k.reconciler = '\1'"
+    r" and k.entity_id = \2.\3 and k.retry_at_ms > ff_now_ms())"
+)
+_WANTED: Final = re.compile(r"\[\[wanted (\w+) (\w+)\.(\w+)\]\]")
+_WANTED_WORDS: Final = (
+    r"case when $3::uuid[] is null then [[not quarantined \1 \2.\3]] else \2.\3 = any ($3::uuid[]) end"
+)
+
+
 def _expand(sql: str, phrases: Mapping[str, str]) -> str:
     for phrase, text in {**phrases, **_PHRASES}.items():
         sql = sql.replace(f"[[{phrase}]]", text)
+    sql = _NOT_QUARANTINED.sub(_NOT_QUARANTINED_WORDS, _WANTED.sub(_WANTED_WORDS, sql))
     sql = _FLOW_ORIGIN.sub(_FLOW_ORIGIN_COLUMNS, _ORIGIN.sub(_ORIGIN_COLUMNS, sql))
     return expand_rows(_OF_ITS_FLOW.sub(_OF_ITS_FLOW_WORDS, sql))
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import anyio
 
-from ffd.config import DatabaseSettings, OutboxSettings
+from ffd.config import DatabaseSettings, OutboxSettings, RetentionSettings
 from ffd.core.errors import EngineError
 from ffd.core.events import Channel, Rings
 from ffd.db.database import Database, open_connection
@@ -47,6 +47,7 @@ class Runtime:
         self.namespace = namespace
         self.is_closed = False
         self.outbox = outbox
+        self.retention = RetentionSettings()
         self.db = Database(database)
         self.wakeups = Wakeups()
         self.endings = EndingWatch(self.db)

@@ -9,17 +9,29 @@ from typing import Final
 
 from ffd.db.statement import Planning, Statement
 from ffd.ops.runtime import Runtime
+from ffd.reconcilers.due import Only, due_statements
 from ffd.reconcilers.report import Report
 
-# $1 partition_key, $2 limit. `delay_ms` is decided once per row: it may hold a random number.
+PROBE, CANDIDATES = due_statements(
+    "attempt_timeout",
+    """
+    select q.execution_id as entity_id, q.timeout_at_ms as due_at_ms from ff_attempt q
+    where q.partition_key = p.partition_key and q.timeout_at_ms is not null
+      and [[not quarantined attempt_timeout q.execution_id]]
+    order by q.timeout_at_ms
+    """,
+)
+
+# $1 partition_key, $2 limit, $3 only these. `delay_ms` is decided once per row: it may hold a random number.
 TIME_OUT_ATTEMPTS: Final = Statement(
     "time_out_attempts",
     """
     with d as materialized (
       select e.partition_key, e.execution_id, e.attempt_index, ff_now_ms() as now, a.lease_epoch as lost_epoch,
              a.worker_id, a.worker_instance_id, ff_retry_delay_ms(e.policy, e.retry_count, null) as delay_ms
-      from (select partition_key, execution_id, attempt_index from ff_attempt
-            where partition_key = $1 and timeout_at_ms <= ff_now_ms() order by timeout_at_ms) q
+      from (select z.partition_key, z.execution_id, z.attempt_index from ff_attempt z
+            where z.partition_key = $1 and z.timeout_at_ms <= ff_now_ms() and [[wanted attempt_timeout z.execution_id]]
+            order by z.timeout_at_ms) q
       cross join lateral (
         select partition_key, execution_id, attempt_index, policy, retry_count from ff_exec_core
         where partition_key = q.partition_key and execution_id = q.execution_id
@@ -77,8 +89,9 @@ CLEAR_TIMEOUTS: Final = Statement(
     """
     with d as materialized (
       select q.partition_key, q.execution_id, q.attempt_index from (
-        select partition_key, execution_id, attempt_index from ff_attempt
-        where partition_key = $1 and timeout_at_ms <= ff_now_ms() order by timeout_at_ms) q
+        select z.partition_key, z.execution_id, z.attempt_index from ff_attempt z
+        where z.partition_key = $1 and z.timeout_at_ms <= ff_now_ms() and [[wanted attempt_timeout z.execution_id]]
+        order by z.timeout_at_ms) q
       where not exists (
         select 1 from ff_exec_core e
         where e.partition_key = q.partition_key and e.execution_id = q.execution_id
@@ -99,9 +112,9 @@ CLEAR_TIMEOUTS: Final = Statement(
 )
 
 
-async def tick(runtime: Runtime, partition_key: int, limit: int) -> Report:
+async def tick(runtime: Runtime, partition_key: int, limit: int, only: Only = None) -> Report:
     """End attempts whose time is up."""
     report = Report()
     for statement in (TIME_OUT_ATTEMPTS, CLEAR_TIMEOUTS):
-        report.add(await runtime.db.fetch(statement, partition_key, limit))
+        report.add(await runtime.db.fetch(statement, partition_key, limit, only))
     return report.announce(runtime)

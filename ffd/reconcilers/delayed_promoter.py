@@ -9,9 +9,20 @@ from typing import Final
 
 from ffd.db.statement import Planning, Statement
 from ffd.ops.runtime import Runtime
+from ffd.reconcilers.due import Only, due_statements
 from ffd.reconcilers.report import Report
 
-# $1 partition_key, $2 limit
+PROBE, CANDIDATES = due_statements(
+    "delayed_promoter",
+    """
+    select q.execution_id as entity_id, coalesce(q.delay_until_ms, q.deadline_at_ms, 0) as due_at_ms from ff_exec_core q
+    where q.partition_key = p.partition_key and q.eligibility_state = 'not_eligible_until_time'
+      and [[not quarantined delayed_promoter q.execution_id]]
+    order by coalesce(q.delay_until_ms, q.deadline_at_ms, 0)
+    """,
+)
+
+# $1 partition_key, $2 limit, $3 only these
 PROMOTE: Final = Statement(
     "promote",
     """
@@ -23,10 +34,11 @@ PROMOTE: Final = Statement(
                when 'attempt_interrupted' then
                  case e.blocking_reason when 'waiting_for_resume_delay' then 'resumable' else 'waiting_interrupted' end
                else 'waiting_first' end as next_row
-      from (select partition_key, execution_id from ff_exec_core
-            where partition_key = $1 and eligibility_state = 'not_eligible_until_time'
-              and coalesce(delay_until_ms, deadline_at_ms, 0) <= ff_now_ms()
-            order by coalesce(delay_until_ms, deadline_at_ms, 0)) q
+      from (select z.partition_key, z.execution_id from ff_exec_core z
+            where z.partition_key = $1 and z.eligibility_state = 'not_eligible_until_time'
+              and coalesce(z.delay_until_ms, z.deadline_at_ms, 0) <= ff_now_ms()
+              and [[wanted delayed_promoter z.execution_id]]
+            order by coalesce(z.delay_until_ms, z.deadline_at_ms, 0)) q
       cross join lateral (
         select partition_key, execution_id, attempt_state, blocking_reason from ff_exec_core
         where partition_key = q.partition_key and execution_id = q.execution_id
@@ -45,6 +57,6 @@ PROMOTE: Final = Statement(
 )
 
 
-async def tick(runtime: Runtime, partition_key: int, limit: int) -> Report:
+async def tick(runtime: Runtime, partition_key: int, limit: int, only: Only = None) -> Report:
     """Make due work claimable."""
-    return Report().add(await runtime.db.fetch(PROMOTE, partition_key, limit)).announce(runtime)
+    return Report().add(await runtime.db.fetch(PROMOTE, partition_key, limit, only)).announce(runtime)

@@ -6,20 +6,35 @@ from typing import Final
 
 from ffd.db.statement import Planning, Statement
 from ffd.ops.runtime import Runtime
+from ffd.reconcilers.due import Only, due_statements
 from ffd.reconcilers.report import Report
 
-# $1 partition_key, $2 limit. The attempt, the suspension and the waitpoints are as old as the snapshot, so a row that
-# has changed owner or phase since then is left for the next tick.
+# FlowFabric keeps a delay in the deadline column: such a row belongs to the promoter.
+PROBE, CANDIDATES = due_statements(
+    "execution_deadline",
+    """
+    select q.execution_id as entity_id, q.deadline_at_ms as due_at_ms from ff_exec_core q
+    where q.partition_key = p.partition_key and q.deadline_at_ms is not null and q.terminal_at_ms is null
+      and q.lifecycle_phase not in ('terminal', 'cancelled')
+      and not (q.eligibility_state = 'not_eligible_until_time' and q.delay_until_ms is null)
+      and [[not quarantined execution_deadline q.execution_id]]
+    order by q.deadline_at_ms
+    """,
+)
+
+# $1 partition_key, $2 limit, $3 only these. The attempt, the suspension and the waitpoints are as old as the snapshot, so
+# a row that has changed owner or phase since then is left for the next tick.
 EXPIRE_EXECUTIONS: Final = Statement(
     "expire_executions",
     """
     with d as materialized (
       select q.partition_key, q.execution_id, q.attempt_index, q.lifecycle_phase, ff_now_ms() as now,
              t.lease_epoch as lost_epoch, t.worker_id, t.worker_instance_id
-      from (select partition_key, execution_id, attempt_index, lifecycle_phase, lease_epoch from ff_exec_core
-            where partition_key = $1 and deadline_at_ms <= ff_now_ms() and deadline_at_ms is not null
-              and terminal_at_ms is null
-            order by deadline_at_ms) q
+      from (select z.partition_key, z.execution_id, z.attempt_index, z.lifecycle_phase, z.lease_epoch
+            from ff_exec_core z
+            where z.partition_key = $1 and z.deadline_at_ms <= ff_now_ms() and z.deadline_at_ms is not null
+              and z.terminal_at_ms is null and [[wanted execution_deadline z.execution_id]]
+            order by z.deadline_at_ms) q
       cross join lateral (
         select 1 from ff_exec_core
         where partition_key = q.partition_key and execution_id = q.execution_id
@@ -72,6 +87,6 @@ EXPIRE_EXECUTIONS: Final = Statement(
 )
 
 
-async def tick(runtime: Runtime, partition_key: int, limit: int) -> Report:
+async def tick(runtime: Runtime, partition_key: int, limit: int, only: Only = None) -> Report:
     """Expire what has run out of time."""
-    return Report().add(await runtime.db.fetch(EXPIRE_EXECUTIONS, partition_key, limit)).announce(runtime)
+    return Report().add(await runtime.db.fetch(EXPIRE_EXECUTIONS, partition_key, limit, only)).announce(runtime)

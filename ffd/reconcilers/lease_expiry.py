@@ -11,9 +11,30 @@ from typing import Final
 
 from ffd.db.statement import Planning, Statement
 from ffd.ops.runtime import Runtime
+from ffd.reconcilers.due import Only, due_statements
 from ffd.reconcilers.report import Report
 
-# $1 partition_key, $2 limit. Never waits; every row is judged on its newest version, execution before attempt.
+PROBE, CANDIDATES = due_statements(
+    "lease_expiry",
+    """
+    select q.execution_id as entity_id, q.lease_expires_at_ms as due_at_ms from ff_attempt q
+    where q.partition_key = p.partition_key and q.lease_expires_at_ms is not null
+      and [[not quarantined lease_expiry q.execution_id]]
+    order by q.lease_expires_at_ms
+    """,
+    # Granted work has no timer of its own: the probe looks whether any of it has lost its grant.
+    """
+    select q.execution_id as entity_id, 0 as due_at_ms from ff_exec_core q
+    where q.partition_key = p.partition_key and q.eligibility_state = 'pending_claim'
+      and not exists (
+        select 1 from ff_claim_grant g
+        where g.partition_key = q.partition_key and g.execution_id = q.execution_id and g.expires_at_ms > ff_now_ms())
+      and [[not quarantined lease_expiry q.execution_id]]
+    """,
+)
+
+# $1 partition_key, $2 limit, $3 only these. Never waits; every row is judged on its newest version, the
+# execution before the attempt.
 EXPIRE_LEASES: Final = Statement(
     "expire_leases",
     """
@@ -22,8 +43,10 @@ EXPIRE_LEASES: Final = Statement(
              a.worker_id, a.worker_instance_id,
              case when e.lease_reclaim_count + 1 > ff_policy_number(e.policy, '{max_reclaim_count}', 100)
                then 'failed' else 'waiting_interrupted' end as next_row
-      from (select partition_key, execution_id, attempt_index from ff_attempt
-            where partition_key = $1 and lease_expires_at_ms <= ff_now_ms() order by lease_expires_at_ms) q
+      from (select z.partition_key, z.execution_id, z.attempt_index from ff_attempt z
+            where z.partition_key = $1 and z.lease_expires_at_ms <= ff_now_ms()
+              and [[wanted lease_expiry z.execution_id]]
+            order by z.lease_expires_at_ms) q
       cross join lateral (
         select partition_key, execution_id, attempt_index, lease_reclaim_count, policy from ff_exec_core
         where partition_key = q.partition_key and execution_id = q.execution_id
@@ -80,8 +103,9 @@ CLEAR_LEASES: Final = Statement(
     """
     with d as materialized (
       select q.partition_key, q.execution_id, q.attempt_index from (
-        select partition_key, execution_id, attempt_index from ff_attempt
-        where partition_key = $1 and lease_expires_at_ms <= ff_now_ms() order by lease_expires_at_ms) q
+        select z.partition_key, z.execution_id, z.attempt_index from ff_attempt z
+        where z.partition_key = $1 and z.lease_expires_at_ms <= ff_now_ms() and [[wanted lease_expiry z.execution_id]]
+        order by z.lease_expires_at_ms) q
       where not exists (
         select 1 from ff_exec_core e
         where e.partition_key = q.partition_key and e.execution_id = q.execution_id
@@ -106,8 +130,9 @@ RETURN_GRANTED: Final = Statement(
     """
     with d as materialized (
       select e.partition_key, e.execution_id, e.attempt_state, ff_now_ms() as now from (
-        select partition_key, execution_id from ff_exec_core
-        where partition_key = $1 and eligibility_state = 'pending_claim') q
+        select z.partition_key, z.execution_id from ff_exec_core z
+        where z.partition_key = $1 and z.eligibility_state = 'pending_claim'
+          and [[wanted lease_expiry z.execution_id]]) q
       cross join lateral (
         select partition_key, execution_id, attempt_state from ff_exec_core
         where partition_key = q.partition_key and execution_id = q.execution_id
@@ -132,9 +157,9 @@ RETURN_GRANTED: Final = Statement(
 )
 
 
-async def tick(runtime: Runtime, partition_key: int, limit: int) -> Report:
+async def tick(runtime: Runtime, partition_key: int, limit: int, only: Only = None) -> Report:
     """Offer work of vanished workers again, and clear what is due for nobody."""
     report = Report()
     for statement in (EXPIRE_LEASES, CLEAR_LEASES, RETURN_GRANTED):
-        report.add(await runtime.db.fetch(statement, partition_key, limit))
+        report.add(await runtime.db.fetch(statement, partition_key, limit, only))
     return report.announce(runtime)

@@ -18,6 +18,7 @@ _RINGS: dict[str, tuple[Channel, ...]] = {
     "escalated": (Channel.OPERATOR,),
     "cleared": (),
     "returned": (),
+    "deleted": (),
 }
 _ENDED: tuple[Channel, ...] = (Channel.COMPLETION, Channel.LEASE)
 
@@ -43,6 +44,12 @@ class Report:
             if lane is not None:
                 self.lanes.add(lane)
         return self
+
+    def merge(self, other: Report) -> None:
+        """Count what another tick did."""
+        self.outcomes += other.outcomes
+        self.lanes |= other.lanes
+        self.has_owed |= other.has_owed
 
     def announce(self, runtime: Runtime) -> Report:
         """Ring for whoever waits for what has just been committed."""

@@ -10,9 +10,20 @@ from typing import Final
 
 from ffd.db.statement import Planning, Statement
 from ffd.ops.runtime import Runtime
+from ffd.reconcilers.due import Only, due_statements
 from ffd.reconcilers.report import Report
 
-# $1 partition_key, $2 limit. An unknown or missing behaviour fails, as FlowFabric's does.
+PROBE, CANDIDATES = due_statements(
+    "suspension_timeout",
+    """
+    select q.execution_id as entity_id, q.timeout_at_ms as due_at_ms from ff_suspension_current q
+    where q.partition_key = p.partition_key and q.timeout_at_ms is not null
+      and [[not quarantined suspension_timeout q.execution_id]]
+    order by q.timeout_at_ms
+    """,
+)
+
+# $1 partition_key, $2 limit, $3 only these. An unknown or missing behaviour fails, as FlowFabric's does.
 TIME_OUT_SUSPENSIONS: Final = Statement(
     "time_out_suspensions",
     """
@@ -23,8 +34,10 @@ TIME_OUT_SUSPENSIONS: Final = Statement(
                when 'auto_resume_with_timeout_signal' then
                  case when s.resume_delay_ms > 0 then 'delayed_resume' else 'resumable' end
                else 'failed' end as next_row
-      from (select partition_key, execution_id from ff_suspension_current
-            where partition_key = $1 and timeout_at_ms <= ff_now_ms() order by timeout_at_ms) q
+      from (select z.partition_key, z.execution_id from ff_suspension_current z
+            where z.partition_key = $1 and z.timeout_at_ms <= ff_now_ms()
+              and [[wanted suspension_timeout z.execution_id]]
+            order by z.timeout_at_ms) q
       cross join lateral (
         select signal_count from ff_exec_core
         where partition_key = q.partition_key and execution_id = q.execution_id and lifecycle_phase = 'suspended'
@@ -104,8 +117,9 @@ CLEAR_SUSPENSION_TIMEOUTS: Final = Statement(
     """
     with d as materialized (
       select q.partition_key, q.execution_id from (
-        select partition_key, execution_id, closed_at_ms from ff_suspension_current
-        where partition_key = $1 and timeout_at_ms <= ff_now_ms() order by timeout_at_ms) q
+        select z.partition_key, z.execution_id, z.closed_at_ms from ff_suspension_current z
+        where z.partition_key = $1 and z.timeout_at_ms <= ff_now_ms() and [[wanted suspension_timeout z.execution_id]]
+        order by z.timeout_at_ms) q
       where q.closed_at_ms is not null or not exists (
         select 1 from ff_exec_core e
         where e.partition_key = q.partition_key and e.execution_id = q.execution_id
@@ -125,9 +139,9 @@ CLEAR_SUSPENSION_TIMEOUTS: Final = Statement(
 )
 
 
-async def tick(runtime: Runtime, partition_key: int, limit: int) -> Report:
+async def tick(runtime: Runtime, partition_key: int, limit: int, only: Only = None) -> Report:
     """Act on suspensions whose time is up."""
     report = Report()
     for statement in (TIME_OUT_SUSPENSIONS, CLEAR_SUSPENSION_TIMEOUTS):
-        report.add(await runtime.db.fetch(statement, partition_key, limit))
+        report.add(await runtime.db.fetch(statement, partition_key, limit, only))
     return report.announce(runtime)
