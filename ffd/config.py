@@ -1,8 +1,8 @@
 """Settings: typed, bounded, read once.
 
 A TOML file first, then `FFD_TABLE__KEY` environment variables on top (`FFD_TABLE__NAME__KEY` for `[table.name]`).
-Every key has a default and a bound; an unknown key or a value out of bounds is refused by name, all problems in one error. No text made here ever
-holds the password of a DSN (I8).
+Every key has a default and a bound; an unknown key or a value out of bounds is refused by name, all problems in one
+error. No text made here ever holds the password of a DSN (I8).
 
 Without a DSN asyncpg honours libpq's own `PG*` variables, so an absent DSN stays absent.
 """

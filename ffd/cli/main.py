@@ -38,6 +38,7 @@ EXIT_CODES: Final[Mapping[str, int]] = {
 
 # Each is the command of the same name in `ffd.cli.<name>`; the text is the first sentence of its own help.
 COMMANDS: Final[Mapping[str, str]] = {
+    "run": "Run the daemon that keeps everything moving.",
     "dev": "Start a development server with its own PostgreSQL.",
     "migrate": "Bring the database to the schema this version needs.",
     "execution": "Create, look at and steer executions.",
@@ -72,6 +73,7 @@ def ffd() -> None:
     \b
     Examples:
       ffd dev                      a database to try things on
+      ffd run                      the daemon
       ffd migrate                  create or update the schema
       ffd migrate --check          exit 3 when the schema is behind
       ffd execution list           what there is, the newest first

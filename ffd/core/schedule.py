@@ -19,10 +19,10 @@ class Pace(NamedTuple):
 
 RECONCILERS: Final[Mapping[str, Pace]] = {
     "lease_expiry": Pace(1_000, 1_000),
-    "attempt_timeout": Pace(1_000, 1_000),
+    "attempt_timeout": Pace(2_000, 1_000),
     "suspension_timeout": Pace(1_000, 1_000),
     "delayed_promoter": Pace(500, 1_000),
-    "execution_deadline": Pace(1_000, 1_000),
+    "execution_deadline": Pace(2_000, 1_000),
     "waitpoint_expiry": Pace(5_000, 1_000),
     "dependency": Pace(1_000, 100),
     "cancel_backlog": Pace(5_000, 100),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from math import nan
 from typing import Any, Final
 
 from ffd.core.errors import Unavailable
@@ -58,6 +59,8 @@ class Listener:
             if self._is_enabled:
                 self._tasks.append(loop.create_task(self._listen(), name="ffd listener"))
             else:
+                # Neither up nor down.
+                LISTEN_CONNECTED.set(nan)
                 self._settled.set()
         if not self._settled.is_set():
             await asyncio.wait({asyncio.ensure_future(self._settled.wait())}, timeout=timeout_s)

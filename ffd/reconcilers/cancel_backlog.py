@@ -6,9 +6,9 @@ A caller of `cancel_flow_header` acknowledges its members itself and gets a head
 from __future__ import annotations
 
 from ffd.ops.cancel_flow import drain_backlog
-from ffd.ops.flow_lock import FlowKey
 from ffd.ops.runtime import Runtime
-from ffd.reconcilers.due import Only, due_flows, due_statements
+from ffd.reconcilers.by_flow import each_flow
+from ffd.reconcilers.due import Only, due_statements
 from ffd.reconcilers.report import Report
 
 # Members that have not ended need no grace: somebody must cancel them.
@@ -31,6 +31,5 @@ PROBE, CANDIDATES = due_statements(
 async def tick(runtime: Runtime, partition_key: int, limit: int, only: Only = None) -> Report:
     """Cancel and acknowledge what stands in the backlog, one transaction per flow."""
     report = Report()
-    for flow_id in await due_flows(runtime, CANDIDATES, partition_key, limit, only):
-        report.outcomes["acknowledged"] += await drain_backlog(runtime, FlowKey(partition_key, flow_id))
+    report.outcomes["acknowledged"] += await each_flow(runtime, CANDIDATES, partition_key, limit, only, drain_backlog)
     return report

@@ -9,9 +9,9 @@ from uuid import UUID
 from ffd.core.limits import FLOW_EDGES_MAX
 from ffd.db.statement import Planning, Statement
 from ffd.ops.cascade import settle_owed
-from ffd.ops.flow_lock import FlowKey
 from ffd.ops.runtime import Runtime
-from ffd.reconcilers.due import Only, due_flows, due_statements
+from ffd.reconcilers.by_flow import each_flow
+from ffd.reconcilers.due import Only, due_statements
 from ffd.reconcilers.report import Report
 
 PROBE, CANDIDATES = due_statements(
@@ -55,8 +55,7 @@ FIND_MISSED: Final = Statement(
 async def tick(runtime: Runtime, partition_key: int, limit: int, only: Only = None) -> Report:
     """Carry owed endings through their flows, one transaction per flow."""
     report = Report()
-    for flow_id in await due_flows(runtime, CANDIDATES, partition_key, limit, only):
-        report.outcomes["settled"] += await settle_owed(runtime, FlowKey(partition_key, flow_id))
+    report.outcomes["settled"] += await each_flow(runtime, CANDIDATES, partition_key, limit, only, settle_owed)
     return report
 
 

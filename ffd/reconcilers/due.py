@@ -10,9 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 from uuid import UUID
 
-from ffd.db.database import Row
 from ffd.db.statement import Planning, Statement
-from ffd.ops.runtime import Runtime
 
 # Restricts a tick to these entities; None for whatever is due.
 Only = Sequence[UUID] | None
@@ -59,11 +57,3 @@ class Look(NamedTuple):
     def lag_ms(self) -> int:
         """How long the oldest due row has been waiting."""
         return 0 if self.first_at_ms is None or not self.due else max(0, self.now_ms - self.first_at_ms)
-
-
-async def due_flows(runtime: Runtime, candidates: Statement, partition_key: int, limit: int, only: Only) -> list[UUID]:
-    """The flows that a tick goes through one by one."""
-    if only is not None:
-        return list(only)
-    rows: list[Row] = await runtime.db.fetch(candidates, [partition_key], limit)
-    return list(dict.fromkeys(row["entity_id"] for row in rows))

@@ -22,8 +22,8 @@ PROBE, CANDIDATES = due_statements(
     """,
 )
 
-# $1 partition_key, $2 limit, $3 only these. The attempt, the suspension and the waitpoints are as old as the snapshot, so
-# a row that has changed owner or phase since then is left for the next tick.
+# $1 partition_key, $2 limit, $3 only these. The attempt, the suspension and the waitpoints are as old as the snapshot,
+# so a row that has changed owner or phase since then is left for the next tick.
 EXPIRE_EXECUTIONS: Final = Statement(
     "expire_executions",
     """

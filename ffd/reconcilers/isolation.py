@@ -1,8 +1,8 @@
 """One row that cannot be moved must not stop its partition: find it, set it aside, try it again later.
 
 A batch that fails is split until the rows at fault are alone. They go to `ff_quarantine` with a time to try again,
-which grows with every failure; probes and sweeps pass over them until then. What the server said beyond its code is not kept:
-it may quote the row.
+which grows with every failure; probes and sweeps pass over them until then. What the server said beyond its code is not
+kept: it may quote the row.
 """
 
 from __future__ import annotations

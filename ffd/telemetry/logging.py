@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 import structlog
+
+from ffd.config import LogSettings
+from ffd.telemetry.metrics import LOG_LINES_LOST
 
 
 def get_logger(component: str) -> Any:
@@ -13,3 +18,48 @@ def get_logger(component: str) -> Any:
     Bound when it is first used, so that a program which configures structlog after its imports is heard.
     """
     return structlog.get_logger("ffd", component=component)
+
+
+class _Stderr:
+    """Writes lines to standard error. A line that cannot be written is counted: logging must never end a task."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def msg(self, message: str) -> None:
+        try:
+            sys.stderr.write(message + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            LOG_LINES_LOST.inc()
+
+    debug = info = warning = error = critical = exception = msg
+
+
+class _Foreign(logging.Handler):
+    """Lines of other libraries, in the same form."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = structlog.get_logger("ffd", component=record.name)
+        log.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
+
+
+def configure(settings: LogSettings) -> None:
+    """One line per thing that happened, on standard error, for this whole process."""
+    level = getattr(logging, settings.level.upper())
+    if settings.format == "json":
+        last: list[Any] = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+    else:
+        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.StackInfoRenderer(),
+            *last,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=_Stderr,
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(handlers=[_Foreign()], level=max(level, logging.WARNING), force=True)

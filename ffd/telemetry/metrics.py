@@ -115,3 +115,4 @@ PLUGIN_CALLS: Final = Counter("ffd_plugin_calls_total", "Calls of plugin hooks."
 PLUGIN_DEAD_LETTERS: Final = Counter(
     "ffd_plugin_dead_letters_total", "Events that a plugin could not handle and that were set aside.", ("plugin",)
 )
+LOG_LINES_LOST: Final = Counter("ffd_log_lines_lost_total", "Log lines that could not be written.")
