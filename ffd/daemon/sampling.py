@@ -73,6 +73,10 @@ async def sample(runtime: Runtime, partitions: Callable[[], list[int]], task: Ta
     while True:
         task.progress()
         began, owned = time.monotonic(), partitions()
+        if not owned:
+            show_executions([])
+            await anyio.sleep(LOOP_EVERY_S)
+            continue
         try:
             (row,) = await runtime.db.fetch(COUNT_QUARANTINE, owned)
             QUARANTINED_ROWS.set(row["count"])

@@ -95,10 +95,10 @@ class Tasks:
         body: Callable[[Task], Awaitable[None]],
         *,
         kind: str | None = None,
-        stale_after_s: float = STALE_AFTER_S,
+        stale_after_s: float | None = None,
     ) -> None:
         """Run `body` until it returns, starting it again whenever it raises."""
-        task = self._tasks[name] = Task(name, kind or name, stale_after_s)
+        task = self._tasks[name] = Task(name, kind or name, stale_after_s or STALE_AFTER_S)
         TASK_RESTARTS.labels(task.kind)
         try:
             while True:
