@@ -31,7 +31,7 @@ async def test_one_blocked_task_stops_the_ping_and_turns_liveness_red(
         await may_go.wait()
         raise ConnectionResetError
 
-    monkeypatch.setattr(tasks, "STALE_AFTER_S", 1.0)
+    monkeypatch.setattr(tasks, "STALE_AFTER_S", 4.0)
     monkeypatch.setattr("ffd.reconcilers.delayed_promoter.tick", block)
     manager = Manager(tmp_path / "notify")
     settings = Settings(
@@ -50,7 +50,7 @@ async def test_one_blocked_task_stops_the_ping_and_turns_liveness_red(
             group.start_soon(daemon.run)
             await until(lambda: pings(manager) > 5)
             assert daemon.health.live().is_ok
-            await rig.create(delay_until_ms=1 + await rig.sql.fetchval("select ff_now_ms()"))
+            await rig.create(delay_until_ms=500 + await rig.sql.fetchval("select ff_now_ms()"))
             await blocked.wait()
             await until(lambda: not daemon.health.live().is_ok)
             (stale,) = daemon.tasks.stale()
