@@ -154,18 +154,31 @@ DEFAULTS: Final[Mapping[str, Table]] = Settings().tables()
 _GROUPS: Final = frozenset(name.partition(".")[0] for name in DEFAULTS if "." in name)
 
 
+class Loaded(NamedTuple):
+    """Settings, and where they came from: the file that was read, and who gave each key (a file or a variable)."""
+
+    settings: Settings
+    file: Path | None
+    origins: Mapping[tuple[str, str], str]
+
+
 def load(path: Path | None, environ: Mapping[str, str]) -> Settings:
     """Read the file that `path`, `$FFD_CONFIG` or the search order names, then apply the environment.
 
     No file at all is fine; a file that was asked for and is not there is a `ConfigError`, as is any problem
     with a key.
     """
+    return load_with_origins(path, environ).settings
+
+
+def load_with_origins(path: Path | None, environ: Mapping[str, str]) -> Loaded:
+    """What `load` gives, and where it came from. Keys of `origins` are a table and a key; the others are defaults."""
     loader = _Loader()
     found = _find(path, environ)
     if found is not None:
         loader.take_file(found)
     loader.take_environ(environ)
-    return loader.build()
+    return Loaded(loader.build(), found, {name: given.origin for name, given in loader.given.items()})
 
 
 def _find(path: Path | None, environ: Mapping[str, str]) -> Path | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ffd.config import Settings
     from ffd.db.pool import Connection
     from ffd.engine import Engine
+    from ffd.ops.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ CONNECTIONS_MAX: Final = 2
 
 DATABASE_CLOCK: Final = Statement("database_clock", "select ff_now_ms()")
 
-_REASONS: Final = {
+REASONS: Final = {
     "ConnectionRefusedError": "connection refused",
     "TimeoutError": "no answer in time",
     "gaierror": "the host name is not known",
@@ -35,6 +36,7 @@ class Session(NamedTuple):
 
     engine: Engine
     now_ms: int
+    runtime: Runtime
 
 
 def with_engine(invocation: Invocation, work: Callable[[Session], Awaitable[T]], *, namespace: str = "default") -> T:
@@ -54,7 +56,7 @@ async def _work(settings: Settings, work: Callable[[Session], Awaitable[T]], nam
     try:
         async with open_runtime(database, settings.outbox, namespace) as runtime:
             now_ms = await runtime.db.transact("check_schema", _check_schema)
-            return await work(Session(Engine(runtime), now_ms))
+            return await work(Session(Engine(runtime), now_ms, runtime))
     except Unavailable as error:
         if error.op != "connect":
             raise
@@ -78,7 +80,7 @@ def _name_target(error: Unavailable, settings: Settings) -> Exception:
     if error.detail in _NOT_AN_ADDRESS:
         return ConfigError("database.dsn or the PG* variables: not an address that can be connected to")
     hint = "" if dsn else "; neither database.dsn nor FFD_DATABASE__DSN is set"
-    reason = _REASONS.get(error.detail, error.detail)
+    reason = REASONS.get(error.detail, error.detail)
     return Unavailable("connect", f"cannot connect to {describe_target(dsn, os.environ)}: {reason}{hint}")
 
 

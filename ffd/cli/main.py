@@ -41,6 +41,8 @@ COMMANDS: Final[Mapping[str, str]] = {
     "run": "Run the daemon that keeps everything moving.",
     "dev": "Start a development server with its own PostgreSQL.",
     "migrate": "Bring the database to the schema this version needs.",
+    "status": "Show what is alive, what waits and what is overdue.",
+    "config": "Check and show the configuration.",
     "execution": "Create, look at and steer executions.",
     "flow": "Look at and cancel flows.",
     "waitpoint": "Look at what suspended executions wait for.",
@@ -76,6 +78,8 @@ def ffd() -> None:
       ffd run                      the daemon
       ffd migrate                  create or update the schema
       ffd migrate --check          exit 3 when the schema is behind
+      ffd status                   who sweeps, what waits, what is overdue
+      ffd config check             mistakes in the configuration, all at once
       ffd execution list           what there is, the newest first
       ffd execution explain ID     why it is not running, and what to do
       ffd flow show ID             a flow as a graph, with the state of each node

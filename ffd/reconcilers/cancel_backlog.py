@@ -20,7 +20,7 @@ PROBE, CANDIDATES = due_statements(
              select 1 from ff_exec_core m
              where m.partition_key = q.partition_key and m.flow_id = q.flow_id and m.flow_id is not null
                and m.lifecycle_phase not in ('terminal', 'cancelled'))
-           then 0 else q.requested_at_ms + 30000 end as due_at_ms
+           then q.requested_at_ms else q.requested_at_ms + 30000 end as due_at_ms
     from ff_cancel_backlog q
     where q.partition_key = p.partition_key and [[not quarantined cancel_backlog q.flow_id]]
     order by 2

@@ -15,7 +15,9 @@ from ffd.reconcilers.report import Report
 PROBE, CANDIDATES = due_statements(
     "delayed_promoter",
     """
-    select q.execution_id as entity_id, coalesce(q.delay_until_ms, q.deadline_at_ms, 0) as due_at_ms from ff_exec_core q
+    select q.execution_id as entity_id,
+           greatest(coalesce(q.delay_until_ms, q.deadline_at_ms, 0), q.created_at_ms) as due_at_ms
+    from ff_exec_core q
     where q.partition_key = p.partition_key and q.eligibility_state = 'not_eligible_until_time'
       and [[not quarantined delayed_promoter q.execution_id]]
     order by coalesce(q.delay_until_ms, q.deadline_at_ms, 0)

@@ -22,9 +22,13 @@ PROBE, CANDIDATES = due_statements(
       and [[not quarantined lease_expiry q.execution_id]]
     order by q.lease_expires_at_ms
     """,
-    # Granted work has no timer of its own: the probe looks whether any of it has lost its grant.
+    # Granted work has no timer of its own: the probe looks whether any of it has lost its grant, and since when.
     """
-    select q.execution_id as entity_id, 0 as due_at_ms from ff_exec_core q
+    select q.execution_id as entity_id,
+           coalesce((select max(g.expires_at_ms) from ff_claim_grant g
+                     where g.partition_key = q.partition_key and g.execution_id = q.execution_id),
+                    q.state_since_ms, q.created_at_ms) as due_at_ms
+    from ff_exec_core q
     where q.partition_key = p.partition_key and q.eligibility_state = 'pending_claim'
       and not exists (
         select 1 from ff_claim_grant g
