@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import uvloop
 
-from benchmarks import batches, bulk_create, claim_complete, claim_latency, flows, renew, signals, wal
+from benchmarks import batches, bulk_create, claim_complete, claim_latency, flows, reconcilers, renew, signals, wal
 from benchmarks.bench import DURABLE_SETTINGS, Bench
 from benchmarks.report import Finding, table
 from ffd.dev.postgres import EmbeddedPostgres
@@ -27,6 +27,7 @@ BENCHMARKS: Final[dict[str, Callable[[Bench], Awaitable[list[Finding]]]]] = {
     "renew": renew.run,
     "signals": signals.run,
     "flows": flows.run,
+    "reconcilers": reconcilers.run,
 }
 
 

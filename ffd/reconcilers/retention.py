@@ -29,7 +29,7 @@ _PHRASES: Final = {
     # A member whose policy keeps its flow; `q` is the flow.
     "a member is kept": "exists (select 1 from ff_exec_core m where m.partition_key = q.partition_key"
     " and m.flow_id = q.flow_id and m.flow_id is not null"
-    " and m.terminal_at_ms + ff_policy_number(m.policy, '{retention_ms}', 0)::bigint > ff_now_ms())",
+    " and m.terminal_at_ms + ff_policy_number(m.policy, '{retention_ms}', 0)::bigint > ff_now_ms() offset 0)",
     # Everything of the executions in `d`. An attempt that the snapshot does not show cannot be there: the execution was
     # still over when its row was locked.
     "and all that is theirs": """

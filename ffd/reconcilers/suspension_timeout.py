@@ -120,10 +120,11 @@ CLEAR_SUSPENSION_TIMEOUTS: Final = Statement(
         select z.partition_key, z.execution_id, z.closed_at_ms from ff_suspension_current z
         where z.partition_key = $1 and z.timeout_at_ms <= ff_now_ms() and [[wanted suspension_timeout z.execution_id]]
         order by z.timeout_at_ms) q
-      where q.closed_at_ms is not null or not exists (
-        select 1 from ff_exec_core e
+      left join lateral (
+        select true as is_asleep from ff_exec_core e
         where e.partition_key = q.partition_key and e.execution_id = q.execution_id
-          and e.lifecycle_phase = 'suspended')
+          and e.lifecycle_phase = 'suspended' offset 0) e on true
+      where q.closed_at_ms is not null or e.is_asleep is null
       limit $2),
     l as materialized (
       select d.partition_key, d.execution_id from d cross join lateral (

@@ -21,7 +21,7 @@ PROBE, CANDIDATES = due_statements(
       and (q.state = 'pending' or not exists (
         select 1 from ff_exec_core e
         where e.partition_key = q.partition_key and e.execution_id = q.execution_id
-          and e.lifecycle_phase = 'suspended'))
+          and e.lifecycle_phase = 'suspended' offset 0))
       and [[not quarantined waitpoint_expiry q.waitpoint_id]]
     order by q.expires_at_ms
     """,

@@ -34,6 +34,16 @@ from ffd.ops.priority import CHANGE_PRIORITY
 from ffd.ops.renew import PROGRESS, RENEW, RENEW_MANY, RENEW_WITH_EVENT
 from ffd.ops.revoke import REVOKE_LEASE
 from ffd.ops.take_over import CLAIM_RESUMED, CLAIM_STARTED, TAKE_EXPIRED
+from ffd.reconcilers import (
+    attempt_timeout,
+    delayed_promoter,
+    execution_deadline,
+    lease_expiry,
+    retention,
+    suspension_timeout,
+    waitpoint_expiry,
+)
+from ffd.reconcilers.registry import load_reconcilers
 
 pytestmark = pytest.mark.anyio
 
@@ -59,6 +69,25 @@ FENCES = f"{PARTITIONS}, {IDS}, {ZEROES}, {ONES}"
 FLOW = "'00000000-0000-7000-8000-0000000f0001'"
 MEMBERS = f"1::smallint, {FLOW}, {IDS}"
 NEW = f"1::smallint, {ID}, null, 'a', '{{}}', 0, null, null, null, null, '{{}}'"
+
+EVERYWHERE = "'{" + ",".join(str(partition) for partition in range(256)) + "}'::smallint[]"
+# Without cancel_backlog, whose table holds a row per flow that is being cancelled and is sorted.
+LOADED = load_reconcilers()
+# Every sweep, with what it takes besides the partition, the limit and the entities.
+SWEEPS: dict[Statement, str] = {
+    lease_expiry.EXPIRE_LEASES: "",
+    lease_expiry.CLEAR_LEASES: "",
+    lease_expiry.RETURN_GRANTED: "",
+    attempt_timeout.TIME_OUT_ATTEMPTS: "",
+    attempt_timeout.CLEAR_TIMEOUTS: "",
+    suspension_timeout.TIME_OUT_SUSPENSIONS: "",
+    suspension_timeout.CLEAR_SUSPENSION_TIMEOUTS: "",
+    delayed_promoter.PROMOTE: "",
+    execution_deadline.EXPIRE_EXECUTIONS: "",
+    waitpoint_expiry.EXPIRE_WAITPOINTS: "",
+    retention.DELETE_ENDED: ", 0",
+    retention.DELETE_ENDED_BY_POLICY: "",
+}
 
 # Each statement with arguments, as text for EXECUTE.
 GUARDED: dict[str, tuple[Statement, str]] = {
@@ -104,6 +133,12 @@ GUARDED: dict[str, tuple[Statement, str]] = {
         (CANCEL_LOCKED, f"1::smallint, {IDS}, {hundred('null::text')}, 'x'"),
         (END_FLOW, f"1::smallint, {FLOW}"),
         (OPEN_MEMBERS, f"1::smallint, {FLOW}, false"),
+        *((statement, f"1::smallint, 100, null{more}") for statement, more in SWEEPS.items()),
+        *(
+            (each.probe, f"{EVERYWHERE}, 1{', 0, 0, 0' * (name == 'retention')}")
+            for name, each in LOADED.items()
+            if name != "cancel_backlog"
+        ),
     )
 }
 
@@ -303,7 +338,8 @@ def pages(plan: Node) -> int:
 
 def budget(name: str) -> int:
     """A generous bound that a scan of 20,000 rows or index entries breaks at least for the single operations."""
-    return 5_000 if "'{" in GUARDED[name][1] and name != "claim" else 150
+    is_batch = ("'{" in GUARDED[name][1] and name != "claim") or GUARDED[name][0] in SWEEPS
+    return 5_000 if is_batch else 150
 
 
 async def test_a_claim_walks_the_claim_index_by_lane_and_requirement_set(dsn: str, sql: Connection) -> None:
