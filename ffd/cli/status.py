@@ -270,6 +270,6 @@ def _reconciler_lines(found: Status, width: int | None) -> list[str]:
         due = (
             f"{each.due_partitions} partition{'' if each.due_partitions == 1 else 's'}" if each.due_partitions else "-"
         )
-        lag = "unknown" if each.lag_ms is None else duration(each.lag_ms)
+        lag = duration(each.lag_ms)
         rows.append((each.reconciler, due, lag if each.due_partitions else "-", str(each.quarantined or "-")))
     return table(_RECONCILERS, rows, width)

@@ -117,14 +117,11 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReconcilerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What one reconciler has to do. `lag_ms`: how long the oldest due row has been due; None when that is not known.
-
-    Rows without a time of their own are due at once, and nobody can tell since when.
-    """
+    """What one reconciler has to do. `lag_ms`: how long the oldest due row has been due."""
 
     reconciler: str
     due_partitions: int
-    lag_ms: int | None
+    lag_ms: int
     quarantined: int
 
 
@@ -171,11 +168,10 @@ async def read_status(runtime: Runtime, reconcilers: dict[str, Reconciler], lane
 
 async def _look(runtime: Runtime, reconciler: Reconciler, quarantined: int) -> ReconcilerStatus:
     seen = await reconciler.look(runtime, ALL_PARTITIONS)
-    is_since_known = not seen.due or bool(seen.first_at_ms)
     return ReconcilerStatus(
         reconciler=reconciler.name,
         due_partitions=len(seen.due),
-        lag_ms=seen.lag_ms if is_since_known else None,
+        lag_ms=seen.lag_ms,
         quarantined=quarantined,
     )
 

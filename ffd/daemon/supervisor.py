@@ -22,7 +22,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Final
 from uuid import uuid4
@@ -179,7 +179,7 @@ class Daemon:
                 await self._drain()
                 group.cancel_scope.cancel()
 
-    async def _until_stopped(self, body: Callable[[], object]) -> None:
+    async def _until_stopped(self, body: Callable[[], Awaitable[None]]) -> None:
         async with anyio.create_task_group() as group:
 
             async def watch() -> None:
@@ -187,7 +187,7 @@ class Daemon:
                 group.cancel_scope.cancel()
 
             group.start_soon(watch)
-            await body()  # type: ignore[misc]
+            await body()
             group.cancel_scope.cancel()
 
     async def _open(self) -> None:

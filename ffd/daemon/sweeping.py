@@ -95,6 +95,10 @@ class Partition:
         self._not_before.pop(reconciler, None)
         self.failing_since = None
 
+    def batch(self, reconciler: str, rows: int) -> int:
+        """How many rows to try: fewer after each failure, so that a batch that takes too long becomes one that fits."""
+        return max(1, rows >> 2 * self._failures.get(reconciler, 0))
+
     def hold_back(self, reconciler: str) -> None:
         """A sweep moved nothing although something was due."""
         failures = self._failures[reconciler] = self._failures.get(reconciler, 0) + 1
@@ -257,7 +261,7 @@ class Sweeping:
                 await self._sweep(partition, name)
 
     async def _sweep(self, partition: Partition, name: str) -> None:
-        limit = self.settings[name].batch_rows
+        limit = partition.batch(name, self.settings[name].batch_rows)
         allowed = self.pace.take(limit) if name == PACED else limit
         if allowed == 0:
             return

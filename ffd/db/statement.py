@@ -61,10 +61,9 @@ _FLOW_ORIGIN_COLUMNS: Final = (
 _OF_ITS_FLOW: Final = re.compile(r"\[\[of its flow (\w+)\]\]")
 _OF_ITS_FLOW_WORDS: Final = r"(partition_key = \1.p and flow_id = \1.f) is true"
 
-
 # Rows that a reconciler could not move are left alone until their time comes again; the alias has a partition_key. In a
-# sweep, whose third parameter restricts it to some entities, these are taken in any case. Without `offset 0` the planner
-# may read the whole table once and hash it, here and wherever else EXISTS stands beside an OR.
+# sweep, whose third parameter restricts it to some entities, these are taken in any case. Without `offset 0` the
+# planner may read the whole table once and hash it, here and wherever else EXISTS stands beside an OR.
 _NOT_QUARANTINED: Final = re.compile(r"\[\[not quarantined (\w+) (\w+)\.(\w+)\]\]")
 _NOT_QUARANTINED_WORDS: Final = (
     r"not exists (select 1 from ff_quarantine k where k.partition_key = \2.partition_key and k.reconciler = '\1'"

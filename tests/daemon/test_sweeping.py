@@ -245,10 +245,16 @@ def test_a_partition_wakes_in_order_and_holds_back() -> None:
         for name in ("a", "b", "a"):
             partition.wake(name)
         assert [await partition.next(), await partition.next()] == ["a", "b"]
+        assert partition.batch("a", 1000) == 1000
         partition.hold_back("a")
         partition.wake("a")
         assert not partition.due
+        assert (partition.batch("a", 1000), partition.batch("b", 1000)) == (250, 1000)
+        for _ in range(10):
+            partition.hold_back("a")
+        assert partition.batch("a", 1000) == 1
         partition.moved_on("a")
+        assert partition.batch("a", 1000) == 1000
         partition.wake("a")
         assert list(partition.due) == ["a"]
         partition.is_ending = True
