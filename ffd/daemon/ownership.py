@@ -251,9 +251,9 @@ class Owner:
         await self._runtime.db.fetch(GIVE_UP, self.node.node_id, keys, avoid_ms)
 
     def _take_up(self, partitions: Iterable[int]) -> None:
-        new = frozenset(partitions) - self._owned
-        self._set(self._owned | new)
-        self._work.begin(sorted(new))
+        if new := frozenset(partitions) - self._owned:
+            self._set(self._owned | new)
+            self._work.begin(sorted(new))
 
     def _drop(self, partitions: frozenset[int]) -> None:
         self._work.abandon(partitions)

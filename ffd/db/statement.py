@@ -61,17 +61,18 @@ _FLOW_ORIGIN_COLUMNS: Final = (
 _OF_ITS_FLOW: Final = re.compile(r"\[\[of its flow (\w+)\]\]")
 _OF_ITS_FLOW_WORDS: Final = r"(partition_key = \1.p and flow_id = \1.f) is true"
 
-# Rows that a reconciler could not move are left alone until their time comes again; the alias has a partition_key. In a
-# sweep, whose third parameter restricts it to some entities, these are taken in any case. Without `offset 0` the
-# planner may read the whole table once and hash it, here and wherever else EXISTS stands beside an OR.
-_NOT_QUARANTINED: Final = re.compile(r"\[\[not quarantined (\w+) (\w+)\.(\w+)\]\]")
-_NOT_QUARANTINED_WORDS: Final = (
-    r"not exists (select 1 from ff_quarantine k where k.partition_key = \2.partition_key and k.reconciler = '\1'"
-    r" and k.entity_id = \2.\3 and k.retry_at_ms > ff_now_ms() offset 0)"
+# Rows that a reconciler could not move are left alone until their time comes again: by its probe, over a partition `p`,
+# and by its sweep, of partition $1; entities that $3 names are swept in any case. Read once per partition and not per
+# row, because there are hardly ever any.
+_QUARANTINED: Final = (
+    r"all (array(select k.entity_id from ff_quarantine k where k.partition_key = {}"
+    r" and k.reconciler = '\1' and k.retry_at_ms > ff_now_ms()))"
 )
+_NOT_QUARANTINED: Final = re.compile(r"\[\[not quarantined (\w+) (\w+)\.(\w+)\]\]")
+_NOT_QUARANTINED_WORDS: Final = rf"\2.\3 <> {_QUARANTINED.format('p.partition_key')}"
 _WANTED: Final = re.compile(r"\[\[wanted (\w+) (\w+)\.(\w+)\]\]")
 _WANTED_WORDS: Final = (
-    r"case when $3::uuid[] is null then [[not quarantined \1 \2.\3]] else \2.\3 = any ($3::uuid[]) end"
+    rf"case when $3::uuid[] is null then \2.\3 <> {_QUARANTINED.format('$1')} else \2.\3 = any ($3::uuid[]) end"
 )
 
 

@@ -27,10 +27,11 @@ TIME_OUT_ATTEMPTS: Final = Statement(
     "time_out_attempts",
     """
     with d as materialized (
-      select e.partition_key, e.execution_id, e.attempt_index, ff_now_ms() as now, a.lease_epoch as lost_epoch,
+      select e.partition_key, e.execution_id, e.attempt_index, (select ff_now_ms()) as now, a.lease_epoch as lost_epoch,
              a.worker_id, a.worker_instance_id, ff_retry_delay_ms(e.policy, e.retry_count, null) as delay_ms
       from (select z.partition_key, z.execution_id, z.attempt_index from ff_attempt z
-            where z.partition_key = $1 and z.timeout_at_ms <= ff_now_ms() and [[wanted attempt_timeout z.execution_id]]
+            where z.partition_key = $1 and z.timeout_at_ms <= (select ff_now_ms())
+              and [[wanted attempt_timeout z.execution_id]]
             order by z.timeout_at_ms) q
       cross join lateral (
         select partition_key, execution_id, attempt_index, policy, retry_count from ff_exec_core
@@ -40,7 +41,7 @@ TIME_OUT_ATTEMPTS: Final = Statement(
       cross join lateral (
         select lease_epoch, worker_id, worker_instance_id from ff_attempt
         where partition_key = q.partition_key and execution_id = q.execution_id and attempt_index = q.attempt_index
-          and coalesce(timeout_at_ms, 9e18::bigint) <= ff_now_ms()
+          and coalesce(timeout_at_ms, 9e18::bigint) <= (select ff_now_ms())
         for no key update skip locked) a
       limit $2),
     a as (
@@ -90,7 +91,8 @@ CLEAR_TIMEOUTS: Final = Statement(
     with d as materialized (
       select q.partition_key, q.execution_id, q.attempt_index from (
         select z.partition_key, z.execution_id, z.attempt_index from ff_attempt z
-        where z.partition_key = $1 and z.timeout_at_ms <= ff_now_ms() and [[wanted attempt_timeout z.execution_id]]
+        where z.partition_key = $1 and z.timeout_at_ms <= (select ff_now_ms())
+          and [[wanted attempt_timeout z.execution_id]]
         order by z.timeout_at_ms) q
       where not exists (
         select 1 from ff_exec_core e
@@ -101,7 +103,7 @@ CLEAR_TIMEOUTS: Final = Statement(
       select d.partition_key, d.execution_id, d.attempt_index from d cross join lateral (
         select 1 from ff_attempt
         where partition_key = d.partition_key and execution_id = d.execution_id and attempt_index = d.attempt_index
-          and coalesce(timeout_at_ms, 9e18::bigint) <= ff_now_ms()
+          and coalesce(timeout_at_ms, 9e18::bigint) <= (select ff_now_ms())
         for no key update skip locked) a)
     update ff_attempt t set timeout_at_ms = null
     from l where t.partition_key = l.partition_key and t.execution_id = l.execution_id

@@ -29,7 +29,7 @@ PROMOTE: Final = Statement(
     "promote",
     """
     with d as materialized (
-      select e.partition_key, e.execution_id, ff_now_ms() as now,
+      select e.partition_key, e.execution_id, (select ff_now_ms()) as now,
              case attempt_state
                when 'pending_retry_attempt' then 'waiting_retry'
                when 'pending_replay_attempt' then 'waiting_replay'
@@ -38,14 +38,14 @@ PROMOTE: Final = Statement(
                else 'waiting_first' end as next_row
       from (select z.partition_key, z.execution_id from ff_exec_core z
             where z.partition_key = $1 and z.eligibility_state = 'not_eligible_until_time'
-              and coalesce(z.delay_until_ms, z.deadline_at_ms, 0) <= ff_now_ms()
+              and coalesce(z.delay_until_ms, z.deadline_at_ms, 0) <= (select ff_now_ms())
               and [[wanted delayed_promoter z.execution_id]]
             order by coalesce(z.delay_until_ms, z.deadline_at_ms, 0)) q
       cross join lateral (
         select partition_key, execution_id, attempt_state, blocking_reason from ff_exec_core
         where partition_key = q.partition_key and execution_id = q.execution_id
           and eligibility_state = 'not_eligible_until_time' and lifecycle_phase = 'runnable'
-          and coalesce(delay_until_ms, deadline_at_ms, 0) <= ff_now_ms()
+          and coalesce(delay_until_ms, deadline_at_ms, 0) <= (select ff_now_ms())
         for no key update skip locked) e
       limit $2)
     update ff_exec_core e

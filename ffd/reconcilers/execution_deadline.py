@@ -28,11 +28,11 @@ EXPIRE_EXECUTIONS: Final = Statement(
     "expire_executions",
     """
     with d as materialized (
-      select q.partition_key, q.execution_id, q.attempt_index, q.lifecycle_phase, ff_now_ms() as now,
+      select q.partition_key, q.execution_id, q.attempt_index, q.lifecycle_phase, (select ff_now_ms()) as now,
              t.lease_epoch as lost_epoch, t.worker_id, t.worker_instance_id
       from (select z.partition_key, z.execution_id, z.attempt_index, z.lifecycle_phase, z.lease_epoch
             from ff_exec_core z
-            where z.partition_key = $1 and z.deadline_at_ms <= ff_now_ms() and z.deadline_at_ms is not null
+            where z.partition_key = $1 and z.deadline_at_ms <= (select ff_now_ms()) and z.deadline_at_ms is not null
               and z.terminal_at_ms is null and [[wanted execution_deadline z.execution_id]]
             order by z.deadline_at_ms) q
       cross join lateral (

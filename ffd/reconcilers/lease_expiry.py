@@ -43,12 +43,12 @@ EXPIRE_LEASES: Final = Statement(
     "expire_leases",
     """
     with d as materialized (
-      select e.partition_key, e.execution_id, e.attempt_index, ff_now_ms() as now, a.lease_epoch as lost_epoch,
+      select e.partition_key, e.execution_id, e.attempt_index, (select ff_now_ms()) as now, a.lease_epoch as lost_epoch,
              a.worker_id, a.worker_instance_id,
              case when e.lease_reclaim_count + 1 > ff_policy_number(e.policy, '{max_reclaim_count}', 100)
                then 'failed' else 'waiting_interrupted' end as next_row
       from (select z.partition_key, z.execution_id, z.attempt_index from ff_attempt z
-            where z.partition_key = $1 and z.lease_expires_at_ms <= ff_now_ms()
+            where z.partition_key = $1 and z.lease_expires_at_ms <= (select ff_now_ms())
               and [[wanted lease_expiry z.execution_id]]
             order by z.lease_expires_at_ms) q
       cross join lateral (
@@ -59,7 +59,7 @@ EXPIRE_LEASES: Final = Statement(
       cross join lateral (
         select lease_epoch, worker_id, worker_instance_id from ff_attempt
         where partition_key = q.partition_key and execution_id = q.execution_id and attempt_index = q.attempt_index
-          and coalesce(lease_expires_at_ms, 9e18::bigint) <= ff_now_ms()
+          and coalesce(lease_expires_at_ms, 9e18::bigint) <= (select ff_now_ms())
         for no key update skip locked) a
       limit $2),
     a as (
@@ -108,7 +108,8 @@ CLEAR_LEASES: Final = Statement(
     with d as materialized (
       select q.partition_key, q.execution_id, q.attempt_index from (
         select z.partition_key, z.execution_id, z.attempt_index from ff_attempt z
-        where z.partition_key = $1 and z.lease_expires_at_ms <= ff_now_ms() and [[wanted lease_expiry z.execution_id]]
+        where z.partition_key = $1 and z.lease_expires_at_ms <= (select ff_now_ms())
+          and [[wanted lease_expiry z.execution_id]]
         order by z.lease_expires_at_ms) q
       where not exists (
         select 1 from ff_exec_core e
@@ -119,7 +120,7 @@ CLEAR_LEASES: Final = Statement(
       select d.partition_key, d.execution_id, d.attempt_index from d cross join lateral (
         select 1 from ff_attempt
         where partition_key = d.partition_key and execution_id = d.execution_id and attempt_index = d.attempt_index
-          and coalesce(lease_expires_at_ms, 9e18::bigint) <= ff_now_ms()
+          and coalesce(lease_expires_at_ms, 9e18::bigint) <= (select ff_now_ms())
         for no key update skip locked) a)
     update ff_attempt t set lease_expires_at_ms = null, timeout_at_ms = null
     from l where t.partition_key = l.partition_key and t.execution_id = l.execution_id
@@ -133,7 +134,7 @@ RETURN_GRANTED: Final = Statement(
     "return_granted",
     """
     with d as materialized (
-      select e.partition_key, e.execution_id, e.attempt_state, ff_now_ms() as now from (
+      select e.partition_key, e.execution_id, e.attempt_state, (select ff_now_ms()) as now from (
         select z.partition_key, z.execution_id from ff_exec_core z
         where z.partition_key = $1 and z.eligibility_state = 'pending_claim'
           and [[wanted lease_expiry z.execution_id]]) q
@@ -144,7 +145,8 @@ RETURN_GRANTED: Final = Statement(
         for no key update skip locked) e
       where not exists (
         select 1 from ff_claim_grant g
-        where g.partition_key = q.partition_key and g.execution_id = q.execution_id and g.expires_at_ms > ff_now_ms())
+        where g.partition_key = q.partition_key and g.execution_id = q.execution_id
+          and g.expires_at_ms > (select ff_now_ms()))
       limit $2),
     r as (
       select d.*, case attempt_state when 'attempt_interrupted' then 'waiting_interrupted'

@@ -28,14 +28,15 @@ TIME_OUT_SUSPENSIONS: Final = Statement(
     "time_out_suspensions",
     """
     with d as materialized (
-      select q.partition_key, q.execution_id, ff_now_ms() as now, s.behavior, s.resume_delay_ms, e.signal_count,
+      select q.partition_key, q.execution_id, (select ff_now_ms()) as now, s.behavior,
+      s.resume_delay_ms, e.signal_count,
              case s.behavior
                when 'cancel' then 'cancelled' when 'expire' then 'expired' when 'escalate' then 'escalated'
                when 'auto_resume_with_timeout_signal' then
                  case when s.resume_delay_ms > 0 then 'delayed_resume' else 'resumable' end
                else 'failed' end as next_row
       from (select z.partition_key, z.execution_id from ff_suspension_current z
-            where z.partition_key = $1 and z.timeout_at_ms <= ff_now_ms()
+            where z.partition_key = $1 and z.timeout_at_ms <= (select ff_now_ms())
               and [[wanted suspension_timeout z.execution_id]]
             order by z.timeout_at_ms) q
       cross join lateral (
@@ -45,7 +46,7 @@ TIME_OUT_SUSPENSIONS: Final = Statement(
       cross join lateral (
         select coalesce(timeout_behavior, 'fail') as behavior, resume_delay_ms from ff_suspension_current
         where partition_key = q.partition_key and execution_id = q.execution_id and closed_at_ms is null
-          and coalesce(timeout_at_ms, 9e18::bigint) <= ff_now_ms()
+          and coalesce(timeout_at_ms, 9e18::bigint) <= (select ff_now_ms())
         for no key update skip locked) s
       limit $2),
     x as (
@@ -118,7 +119,8 @@ CLEAR_SUSPENSION_TIMEOUTS: Final = Statement(
     with d as materialized (
       select q.partition_key, q.execution_id from (
         select z.partition_key, z.execution_id, z.closed_at_ms from ff_suspension_current z
-        where z.partition_key = $1 and z.timeout_at_ms <= ff_now_ms() and [[wanted suspension_timeout z.execution_id]]
+        where z.partition_key = $1 and z.timeout_at_ms <= (select ff_now_ms())
+          and [[wanted suspension_timeout z.execution_id]]
         order by z.timeout_at_ms) q
       left join lateral (
         select true as is_asleep from ff_exec_core e
@@ -130,7 +132,7 @@ CLEAR_SUSPENSION_TIMEOUTS: Final = Statement(
       select d.partition_key, d.execution_id from d cross join lateral (
         select 1 from ff_suspension_current
         where partition_key = d.partition_key and execution_id = d.execution_id
-          and coalesce(timeout_at_ms, 9e18::bigint) <= ff_now_ms()
+          and coalesce(timeout_at_ms, 9e18::bigint) <= (select ff_now_ms())
         for no key update skip locked) a)
     update ff_suspension_current t set timeout_at_ms = null
     from l where t.partition_key = l.partition_key and t.execution_id = l.execution_id

@@ -32,6 +32,7 @@ class Desk:
 
     def begin(self, partitions: Iterable[int]) -> None:
         new = set(partitions)
+        assert new, "told of nothing"
         assert not new & self.held, "begun twice"
         self.held |= new
 
