@@ -50,7 +50,8 @@ SEED_DELAYS: Final = """
 insert into ff_exec_core (partition_key, execution_id, lane_id, lifecycle_phase, ownership_state, eligibility_state,
   public_state, attempt_state, created_at_ms, delay_until_ms)
 select at % 256, ('00000000-0000-7000-8000-' || lpad(to_hex(at), 12, '0'))::uuid, 'bench', 'runnable',
-       'unowned', 'not_eligible_until_time', 'delayed', 'pending_first_attempt', $2 + at::bigint * $3 / $1, $2 + at::bigint * $3 / $1
+       'unowned', 'not_eligible_until_time', 'delayed', 'pending_first_attempt',
+       $2 + at::bigint * $3 / $1, $2 + at::bigint * $3 / $1
 from generate_series(0, $1::bigint - 1) at
 """
 SEEDS: Final = {"lease_expiry": SEED_LEASES, "delayed_promoter": SEED_DELAYS}

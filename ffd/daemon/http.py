@@ -82,9 +82,13 @@ class HttpServer:
         self._server.should_exit = True
 
 
-def _answer(verdict: Verdict) -> Response:
+def _answer(health: Health, verdict: Verdict) -> Response:
     return JSONResponse(
-        {"status": "ok" if verdict.is_ok else "failing", "checks": verdict.checks},
+        {
+            "status": "ok" if verdict.is_ok else "failing",
+            "checks": verdict.checks,
+            "restarted_tasks": health.tasks.restarted(),
+        },
         status_code=200 if verdict.is_ok else 503,
         headers={"cache-control": "no-store"},
     )
@@ -92,10 +96,10 @@ def _answer(verdict: Verdict) -> Response:
 
 def _app(health: Health) -> Starlette:
     async def livez(_request: Request) -> Response:
-        return _answer(health.live())
+        return _answer(health, health.live())
 
     async def readyz(_request: Request) -> Response:
-        return _answer(health.ready())
+        return _answer(health, health.ready())
 
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))

@@ -92,6 +92,7 @@ class Daemon:
         BUILD_INFO.labels(self.node.version).set(1)
         PARTITIONS_OWNED.set(0)
         self.health.add("database", self._database_trouble)
+        self.health.add("schema", self._schema_trouble)
         self.health.add("ownership", self._ownership_trouble)
         self.health.add("listener", self._listener_trouble)
         if self.settings.http.bind:
@@ -281,9 +282,14 @@ class Daemon:
         return f"sweeps {owned} of {PARTITIONS} partitions, lag {lag_s:.1f} s"
 
     def _database_trouble(self) -> str | None:
-        if self._waiting_for is not None:
+        if self._waiting_for is not None and not self._waiting_for.startswith("the schema"):
             return f"waiting for {self._waiting_for}"
         return None if self._owner is None else self._owner.last_error
+
+    def _schema_trouble(self) -> str | None:
+        if self._waiting_for is None:
+            return None
+        return "not known yet" if self._waiting_for.startswith("the database") else f"waiting for {self._waiting_for}"
 
     def _ownership_trouble(self) -> str | None:
         if self._owner is None or not self._owner.has_settled:

@@ -85,6 +85,14 @@ class Tasks:
         """Names of those that make no progress."""
         return sorted(task.name for task in self._tasks.values() if task.is_stale)
 
+    def restarted(self) -> dict[str, dict[str, int | str | None]]:
+        """Those that have failed so far, how often, and with what at last."""
+        return {
+            task.name: {"restarts": task.restarts, "last_error": task.last_error}
+            for task in self._tasks.values()
+            if task.restarts
+        }
+
     def looping(self) -> dict[str, str]:
         """Those that keep failing, with the last error."""
         return {task.name: task.last_error or "" for task in self._tasks.values() if task.is_looping}

@@ -10,7 +10,7 @@ from typing import Final
 from ffd.db.statement import Planning, Statement
 from ffd.ops.runtime import Runtime
 from ffd.reconcilers.due import Only, due_statements
-from ffd.reconcilers.report import Report
+from ffd.reconcilers.report import Report, may_clear
 
 PROBE, CANDIDATES = due_statements(
     "attempt_timeout",
@@ -116,7 +116,7 @@ CLEAR_TIMEOUTS: Final = Statement(
 
 async def tick(runtime: Runtime, partition_key: int, limit: int, only: Only = None) -> Report:
     """End attempts whose time is up."""
-    report = Report()
-    for statement in (TIME_OUT_ATTEMPTS, CLEAR_TIMEOUTS):
-        report.add(await runtime.db.fetch(statement, partition_key, limit, only))
+    report = Report().add(await runtime.db.fetch(TIME_OUT_ATTEMPTS, partition_key, limit, only))
+    if may_clear(report):
+        report.add(await runtime.db.fetch(CLEAR_TIMEOUTS, partition_key, limit, only))
     return report.announce(runtime)

@@ -40,7 +40,7 @@ def due_statements(
     """
     each = " union all ".join(f"({source} limit $2)" for source in sources)
     return (
-        Statement(f"{reconciler}_probe", _PROBE.format(sources=each), Planning.CUSTOM, phrases),
+        Statement(f"{reconciler}_probe", _PROBE.format(sources=each), phrases=phrases),
         Statement(f"{reconciler}_candidates", _CANDIDATES.format(sources=each), Planning.CUSTOM, phrases),
     )
 

@@ -12,7 +12,7 @@ from typing import Final
 from ffd.db.statement import Planning, Statement
 from ffd.ops.runtime import Runtime
 from ffd.reconcilers.due import Only, due_statements
-from ffd.reconcilers.report import Report
+from ffd.reconcilers.report import Report, may_clear
 
 PROBE, CANDIDATES = due_statements(
     "lease_expiry",
@@ -165,7 +165,8 @@ RETURN_GRANTED: Final = Statement(
 
 async def tick(runtime: Runtime, partition_key: int, limit: int, only: Only = None) -> Report:
     """Offer work of vanished workers again, and clear what is due for nobody."""
-    report = Report()
-    for statement in (EXPIRE_LEASES, CLEAR_LEASES, RETURN_GRANTED):
-        report.add(await runtime.db.fetch(statement, partition_key, limit, only))
+    report = Report().add(await runtime.db.fetch(EXPIRE_LEASES, partition_key, limit, only))
+    if may_clear(report):
+        for statement in (CLEAR_LEASES, RETURN_GRANTED):
+            report.add(await runtime.db.fetch(statement, partition_key, limit, only))
     return report.announce(runtime)

@@ -51,10 +51,21 @@ def test_it_starts_serves_and_drains(dsn: str) -> None:
     with ready(dsn) as run:
         run.wait_for("ready")
         assert run.wait_for("partitions_changed")["owned"] == 256
-        assert json.loads(run.get("/livez")[1]) == {"status": "ok", "checks": {"tasks": "ok"}}
+        assert json.loads(run.get("/livez")[1]) == {
+            "status": "ok",
+            "checks": {"tasks": "ok"},
+            "restarted_tasks": {},
+        }
         code, body = run.get("/readyz")
         assert code == 200
-        assert set(json.loads(body)["checks"]) == {"database", "ownership", "listener", "tasks", "draining"}
+        assert set(json.loads(body)["checks"]) == {
+            "database",
+            "schema",
+            "ownership",
+            "listener",
+            "tasks",
+            "draining",
+        }
         assert run.get("/nothing")[0] == 404
         assert run.metric("ffd_partitions_owned") == 256
         assert query(dsn, "select count(*) from ff_partition where node_id is not null") == 256
@@ -171,6 +182,9 @@ def test_it_can_be_stopped_while_it_waits() -> None:
 def test_it_waits_for_the_schema(empty_database: str) -> None:
     with ready(empty_database) as run:
         assert "ffd migrate" in run.wait_for("waiting")["reason"]
+        checks = json.loads(run.get("/readyz")[1])["checks"]
+        assert checks["database"] == "ok"
+        assert "ffd migrate" in checks["schema"]
         asyncio.run(migrate(empty_database, on_progress=lambda _: None))
         run.wait_for("ready")
         assert run.end() == 0

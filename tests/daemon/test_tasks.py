@@ -66,6 +66,7 @@ async def test_a_crash_loop_turns_readiness_red_with_the_reason_and_ends() -> No
         assert not verdict.is_ok
         assert verdict.checks["tasks"] == "failing again and again: bad (ZeroDivisionError)"
         assert health.live().is_ok, "a restart of the process would not help"
+        assert tasks.restarted()["bad"]["last_error"] == "ZeroDivisionError"
         group.cancel_scope.cancel()
     assert tasks.all() == []
 
