@@ -109,7 +109,7 @@ class Work(Protocol):
         """These are ours now."""
 
     async def finish(self, partitions: Iterable[int]) -> None:
-        """Begin nothing more with these, and return when what is under way has ended."""
+        """Begin nothing more with these, and return when what is under way has ended; cancelled, end it."""
 
     def abandon(self, partitions: Iterable[int]) -> None:
         """These are not ours any more: stop at once."""
@@ -139,7 +139,10 @@ class Owner:
         self._owned: frozenset[int] = frozenset()
         self._last_beat: tuple[float, int] | None = None
         self._is_leaving = False
+        self._has_left = False
         self._is_lost = False
+        # A heartbeat under way must not bring back a node that is leaving.
+        self._beating = anyio.Lock()
         self.has_settled = False
         self.others = 0
         self.last_error: str | None = None
@@ -165,6 +168,11 @@ class Owner:
 
     async def beat(self) -> None:
         """Renew, see who else is there, give and take."""
+        async with self._beating:
+            if not self._has_left:
+                await self._beat()
+
+    async def _beat(self) -> None:
         sent = time.monotonic()
         lease_s = self._ttl_s * (1 - MARGIN_FRACTION)
         timeout_s = max(0.05, self._deadline - sent) if self._owned and self.is_alive else lease_s
@@ -246,7 +254,9 @@ class Owner:
             return
         if avoid_ms:
             _log.warning("partitions_given_up", node=self.node.node_id, partitions=keys, reason="no progress")
-        await self._work.finish(keys)
+        # A sweep that takes longer than this is cut off: the next heartbeat must not wait for it.
+        with anyio.move_on_after(self._ttl_s * BEAT_FRACTION):
+            await self._work.finish(keys)
         self._set(self._owned - frozenset(keys))
         await self._runtime.db.fetch(GIVE_UP, self.node.node_id, keys, avoid_ms)
 
@@ -270,10 +280,12 @@ class Owner:
     async def leave(self) -> None:
         """Give everything back at once: nobody has to wait for this node's row to run out."""
         owned = len(self._owned)
-        self._drop(self._owned)
-        self._deadline = 0.0
-        await self._runtime.db.fetch(GIVE_UP, self.node.node_id, list(ALL_PARTITIONS), 0)
-        await self._runtime.db.fetch(LEAVE, self.node.node_id)
+        async with self._beating:
+            self._has_left = True
+            self._drop(self._owned)
+            self._deadline = 0.0
+            await self._runtime.db.fetch(GIVE_UP, self.node.node_id, list(ALL_PARTITIONS), 0)
+            await self._runtime.db.fetch(LEAVE, self.node.node_id)
         _log.info("left", node=self.node.node_id, partitions=owned)
 
 

@@ -22,8 +22,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 from uuid import uuid4
 
@@ -82,6 +82,7 @@ class Daemon:
         self._reload = reload
         self._stop = anyio.Event()
         self._waiting_for: str | None = "the database"
+        self._is_announced = False
         self._sweeping: Sweeping | None = None
         self._owner: Owner | None = None
         self._runtime: Runtime | None = None
@@ -102,7 +103,7 @@ class Daemon:
         _log.info("starting", node=self.node.node_id, version=self.node.version, http=address)
         self._say_recovery_bound()
         try:
-            async with anyio.create_task_group() as group:
+            async with only_error(), anyio.create_task_group() as group:
                 if server is not None:
                     group.start_soon(server.run)
                 group.start_soon(self._obey)
@@ -136,7 +137,8 @@ class Daemon:
 
     def reload(self) -> None:
         """Take over what can be changed while running, and name what cannot."""
-        self.notifier.reloading()
+        if self._is_announced:
+            self.notifier.reloading()
         try:
             new = self._reload()
         except ConfigError as error:
@@ -161,7 +163,8 @@ class Daemon:
             _log.info("reloaded", changed=taken)
             if kept := sorted(set(changed) - set(taken)):
                 _log.warning("restart_needed", keys=kept)
-        if self.health.ready().is_ok:
+        if self._is_announced:
+            # Also when something is wrong at this moment: a reload that never ends would be a second trouble.
             self.notifier.ready(self._status())
 
     # Work
@@ -225,6 +228,7 @@ class Daemon:
         reconcilers = load_reconcilers()
         sweeping = self._sweeping = Sweeping(runtime, reconcilers, self.settings.reconcilers, self.tasks, group)
         owner = self._owner = Owner(runtime, self.node, self.settings.node.lease_ttl_ms, sweeping)
+        sweeping.is_held = lambda: owner.is_alive
         group.start_soon(self.tasks.run, "owner", owner.run)
         for reconciler in reconcilers.values():
             group.start_soon(
@@ -255,12 +259,16 @@ class Daemon:
     async def _tell_manager(self, task: Task) -> None:
         """READY when this node does its work; then a ping as long as every task makes progress."""
         every_s = min(MANAGER_EVERY_S, (self.notifier.watchdog_s or 2 * MANAGER_EVERY_S) / 2)
+        said, said_at = "", 0.0
         while not self.health.ready().is_ok and not self._stop.is_set():
             task.progress()
-            self.notifier.extend(3 * MANAGER_EVERY_S)
-            self.notifier.status(self._status())
+            if self._status() != said or time.monotonic() - said_at > MANAGER_EVERY_S:
+                said, said_at = self._status(), time.monotonic()
+                self.notifier.extend(3 * MANAGER_EVERY_S)
+                self.notifier.status(said)
             await anyio.sleep(0.1)
         if not self._stop.is_set():
+            self._is_announced = True
             self.notifier.ready(self._status())
             _log.info("ready", node=self.node.node_id)
         was_live = True
@@ -315,6 +323,18 @@ class Daemon:
             killed_worker_and_node_s=with_node_s,
             lease_ttl_s=DEFAULT_LEASE_S,
         )
+
+
+@asynccontextmanager
+async def only_error() -> AsyncIterator[None]:
+    """An error that ended a task group by itself, as itself: the command line knows what to say about it."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        raise error from None
 
 
 async def _check_schema(connection: Connection) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import anyio
@@ -130,6 +130,8 @@ class Sweeping:
         self._pokes: dict[str, anyio.Event] = {}
         self._lags: dict[str, float] = {}
         self._is_stopping = False
+        # Whether the others still count on this node; asked before every sweep.
+        self.is_held: Callable[[], bool] = lambda: True
         for name in reconcilers:
             RECONCILER_LAG_SECONDS.labels(name).set(0)
             if settings[name].is_on:
@@ -152,14 +154,17 @@ class Sweeping:
         self.poke_all()
 
     async def finish(self, partitions: Iterable[int]) -> None:
-        """Begin nothing more with these, and return when what is under way has ended."""
+        """Begin nothing more with these, and return when what is under way has ended; cancelled, end it."""
         ending = [self._partitions.pop(key) for key in partitions if key in self._partitions]
         for partition in ending:
             partition.is_ending = True
             partition.due.clear()
-        for partition in ending:
-            await partition.is_idle.wait()
-            partition.scope.cancel()
+        try:
+            for partition in ending:
+                await partition.is_idle.wait()
+        finally:
+            for partition in ending:
+                partition.scope.cancel()
 
     def abandon(self, partitions: Iterable[int]) -> None:
         """Stop sweeping these, in the middle of a statement if need be."""
@@ -254,7 +259,7 @@ class Sweeping:
         while True:
             task.rest()
             name = await partition.next()
-            if self._is_stopping or not self.settings[name].is_on:
+            if self._is_stopping or not self.settings[name].is_on or not self.is_held():
                 continue
             async with self._slots:
                 task.progress()

@@ -129,4 +129,6 @@ class Tasks:
                 else:
                     return
         finally:
-            self._tasks.pop(name, None)
+            # Another of the same name may have begun meanwhile.
+            if self._tasks.get(name) is task:
+                del self._tasks[name]

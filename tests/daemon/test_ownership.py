@@ -179,6 +179,39 @@ async def test_a_partition_without_progress_is_given_to_another_for_a_while(
     assert mine in a.owned
 
 
+async def test_a_heartbeat_does_not_bring_back_a_node_that_has_left(rig: Rig, engine: Engine) -> None:
+    a, _ = node(engine, "a")
+    await a.beat()
+    async with anyio.create_task_group() as group:
+        group.start_soon(a.leave)
+        group.start_soon(a.beat)
+    await a.beat()
+    assert await rig.sql.fetchval("select count(*) from ff_node") == 0
+    assert set((await owners(rig)).values()) == {None}
+
+
+async def test_a_sweep_that_does_not_end_holds_up_no_heartbeat(
+    rig: Rig, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, desk = node(engine, "a")
+    b, _ = node(engine, "b")
+    await a.beat()
+
+    async def finish(partitions: Iterable[int]) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            desk.held -= set(partitions)
+
+    monkeypatch.setattr(desk, "finish", finish)
+    monkeypatch.setattr(ownership, "BEAT_FRACTION", 0.05)
+    await b.beat()
+    await settle(a, b)
+    assert a.is_alive
+    assert a.owned == frozenset(desk.held)
+    assert len(b.owned) + len(a.owned) == 256
+
+
 async def test_a_node_that_is_leaving_takes_nothing_more(rig: Rig, engine: Engine, clock: Clock) -> None:
     a, _ = node(engine, "a")
     b, _ = node(engine, "b")

@@ -292,6 +292,13 @@ def test_an_address_that_is_taken_is_a_mistake_in_the_configuration(dsn: str) ->
         assert "http.bind: cannot listen on 127.0.0.1:" in run.text
 
 
+def test_variables_that_are_no_address_are_a_mistake_too() -> None:
+    with running(PGHOST="127.0.0.1", PGPORT="no number") as run:
+        assert run.wait() == EXIT_USAGE
+        assert "PG* variables: not an address" in run.text
+        assert "Traceback" not in run.text
+
+
 def test_without_an_address_nothing_is_served(dsn: str) -> None:
     with ready(dsn, FFD_HTTP__BIND="") as run:
         run.wait_for("ready")

@@ -174,6 +174,19 @@ async def test_only_owned_partitions_are_swept(rig: Rig, clock: Clock) -> None:
         await until(lambda: _waiting(rig, 2))
 
 
+async def test_nothing_is_swept_without_the_lease_of_the_node(rig: Rig, clock: Clock) -> None:
+    await create(rig, AT, 1, delay_until_ms=await clock.now_ms() + 1000)
+    async with daemon(rig) as sweeping:
+        sweeping.is_held = lambda: False
+        await clock.advance(1000)
+        sweeping.poke("delayed_promoter")
+        await anyio.sleep(0.3)
+        assert await _waiting(rig, 0)
+        sweeping.is_held = lambda: True
+        sweeping.poke("delayed_promoter")
+        await until(lambda: _waiting(rig, 1))
+
+
 async def test_finishing_waits_for_the_sweep_under_way_and_begins_no_other(
     rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
