@@ -25,7 +25,7 @@ from ffd.core.errors import EngineError, Unavailable
 from ffd.core.limits import PARTITIONS
 from ffd.core.rendezvous import choose
 from ffd.daemon.tasks import Task
-from ffd.db.statement import Planning, Statement
+from ffd.db.statement import Statement
 from ffd.ops.runtime import Runtime
 from ffd.telemetry.logging import get_logger
 from ffd.telemetry.metrics import PARTITIONS_OWNED
@@ -54,7 +54,6 @@ BEAT: Final = Statement(
            array_agg(case when avoid_until_ms > ff_now_ms() then avoid_node_id end order by partition_key) as avoided
     from ff_partition
     """,
-    Planning.CUSTOM,
 )
 # $1 node_id, $2 partitions. From nobody, or from a node that is not alive any more.
 TAKE: Final = Statement(
@@ -70,7 +69,6 @@ TAKE: Final = Statement(
     from l where t.partition_key = l.partition_key
     returning t.partition_key, t.epoch
     """,
-    Planning.CUSTOM,
 )
 # $1 node_id, $2 partitions, $3 for how long this node is avoided.
 GIVE_UP: Final = Statement(
@@ -85,9 +83,8 @@ GIVE_UP: Final = Statement(
     from l where t.partition_key = l.partition_key
     returning t.partition_key
     """,
-    Planning.CUSTOM,
 )
-LEAVE: Final = Statement("leave", "delete from ff_node where node_id = $1", Planning.CUSTOM)
+LEAVE: Final = Statement("leave", "delete from ff_node where node_id = $1")
 
 ALL_PARTITIONS: Final = range(PARTITIONS)
 
@@ -173,6 +170,8 @@ class Owner:
                 await self._beat()
 
     async def _beat(self) -> None:
+        if self._owned and not self.is_alive:
+            self._lose()
         sent = time.monotonic()
         lease_s = self._ttl_s * (1 - MARGIN_FRACTION)
         timeout_s = max(0.05, self._deadline - sent) if self._owned and self.is_alive else lease_s
@@ -203,9 +202,13 @@ class Owner:
             _log.warning("heartbeat_missed", node=self.node.node_id, error=reason, owned=len(self._owned))
         self.last_error = reason
         if not self.is_alive and not self._is_lost:
-            self._is_lost = True
-            _log.error("node_lease_lost", node=self.node.node_id, partitions=len(self._owned))
-            self._drop(self._owned)
+            self._lose()
+
+    def _lose(self) -> None:
+        """Stop everything: the others may have taken over."""
+        self._is_lost = True
+        _log.error("node_lease_lost", node=self.node.node_id, partitions=len(self._owned))
+        self._drop(self._owned)
 
     def _notice_time(self, sent: float, now_ms: int) -> None:
         """Compare how far the two clocks came since the last heartbeat: a step of the database's expires leases."""
@@ -254,10 +257,11 @@ class Owner:
             return
         if avoid_ms:
             _log.warning("partitions_given_up", node=self.node.node_id, partitions=keys, reason="no progress")
+        # First, so that whatever happens below, what is wanted again is begun again.
+        self._set(self._owned - frozenset(keys))
         # A sweep that takes longer than this is cut off: the next heartbeat must not wait for it.
         with anyio.move_on_after(self._ttl_s * BEAT_FRACTION):
             await self._work.finish(keys)
-        self._set(self._owned - frozenset(keys))
         await self._runtime.db.fetch(GIVE_UP, self.node.node_id, keys, avoid_ms)
 
     def _take_up(self, partitions: Iterable[int]) -> None:

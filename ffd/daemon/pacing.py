@@ -60,8 +60,8 @@ class ReclaimPace:
             _log.info("reclaim_pace_over")
         if not self._is_suspicious:
             return
-        self._is_suspicious = False
         (row,) = await runtime.db.fetch(COUNT_EXPIRED, partitions)
+        self._is_suspicious = False
         expired = int(row["expired"])
         if expired < PACED_FROM_ROWS:
             return

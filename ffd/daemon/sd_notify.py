@@ -46,8 +46,8 @@ class Notifier:
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, grace_s: float) -> None:
-        """The service drains, for up to `grace_s`."""
-        self.send("STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={int((grace_s + 5) * 1_000_000)}")
+        """The service drains, for up to `grace_s`, and then has to take leave and close its connections."""
+        self.send("STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={int((grace_s + 15) * 1_000_000)}")
 
     def extend(self, seconds: float) -> None:
         """Starting takes longer: the manager shall wait at least this much more."""

@@ -28,6 +28,7 @@ from typing import Final
 from uuid import uuid4
 
 import anyio
+import asyncpg
 import msgspec
 from anyio.abc import TaskGroup
 
@@ -41,6 +42,7 @@ from ffd.daemon.sampling import look_for_missed, measure_loop, sample
 from ffd.daemon.sd_notify import Notifier
 from ffd.daemon.sweeping import Sweeping
 from ffd.daemon.tasks import Task, Tasks
+from ffd.db.errors import sqlstate
 from ffd.db.migrations import SchemaKind, SchemaMismatch, check_schema
 from ffd.db.pool import Connection
 from ffd.ops.runtime import Runtime
@@ -76,7 +78,7 @@ class Daemon:
         name = settings.node.name or socket.gethostname()
         self.settings = settings
         self.node = Node(f"{name}-{uuid4().hex[:8]}", name, version)
-        self.tasks = Tasks()
+        self.tasks = Tasks(settings.database.statement_timeout_ms / 1000)
         self.health = Health(self.tasks)
         self.notifier = Notifier(environ)
         self._reload = reload
@@ -143,6 +145,8 @@ class Daemon:
             new = self._reload()
         except ConfigError as error:
             _log.error("reload_refused", problems=list(error.problems))
+        except Exception as error:  # noqa: BLE001  (whatever is wrong with the file, the daemon goes on as it was)
+            _log.error("reload_refused", problems=[type(error).__name__])
         else:
             old, fresh = self.settings.tables(), new.tables()
             changed = [
@@ -222,6 +226,8 @@ class Daemon:
             return f"the database: {error.detail}"
         except EngineError as error:
             return f"the schema: {error}"
+        except asyncpg.PostgresError as error:
+            return f"the database: {type(error).__name__} {sqlstate(error)}"
         return None
 
     def _start(self, runtime: Runtime, group: TaskGroup) -> None:

@@ -21,9 +21,10 @@ import asyncpg
 from anyio.abc import TaskGroup
 
 from ffd.config import ReconcilerSettings
-from ffd.core.errors import EngineError
+from ffd.core.errors import Contention, EngineError
 from ffd.daemon.pacing import ReclaimPace
 from ffd.daemon.tasks import Task, Tasks
+from ffd.db.errors import sqlstate
 from ffd.ops.runtime import Runtime
 from ffd.reconcilers.registry import Reconciler
 from ffd.reconcilers.report import Report
@@ -51,6 +52,8 @@ PACED: Final = "lease_expiry"
 # What happens all day long and is worth no line.
 ROUTINE: Final = frozenset({"promoted", "deleted", "trimmed", "cleared", "settled"})
 
+QUERY_CANCELED: Final = "57014"
+
 _EXPECTED: Final = (EngineError, asyncpg.PostgresError, OSError)
 
 _log = get_logger("sweeping")
@@ -65,7 +68,8 @@ class Partition:
         self.is_idle = anyio.Event()
         self.is_idle.set()
         self.is_ending = False
-        self.failing_since: float | None = None
+        self.failing: dict[str, float] = {}
+        self._too_long: dict[str, int] = {}
         self._wanted = anyio.Event()
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
@@ -90,14 +94,23 @@ class Partition:
         return name
 
     def moved_on(self, reconciler: str) -> None:
-        """A sweep moved something: nothing is held back."""
+        """A sweep moved something, or nothing is due any more: nothing is held back."""
         self._failures.pop(reconciler, None)
         self._not_before.pop(reconciler, None)
-        self.failing_since = None
+        self._too_long.pop(reconciler, None)
+        self.failing.pop(reconciler, None)
 
     def batch(self, reconciler: str, rows: int) -> int:
-        """How many rows to try: fewer after each failure, so that a batch that takes too long becomes one that fits."""
-        return max(1, rows >> 2 * self._failures.get(reconciler, 0))
+        """How many rows to try: fewer each time that a batch took too long, until it fits."""
+        return max(1, rows >> 2 * self._too_long.get(reconciler, 0))
+
+    def fail(self, reconciler: str, error: Exception, since: float) -> None:
+        """A sweep failed. That somebody holds rows is no fault of this node's."""
+        if sqlstate(error.__cause__ or error) == QUERY_CANCELED:
+            self._too_long[reconciler] = self._too_long.get(reconciler, 0) + 1
+        if not isinstance(error, Contention):
+            self.failing.setdefault(reconciler, since)
+        self.hold_back(reconciler)
 
     def hold_back(self, reconciler: str) -> None:
         """A sweep moved nothing although something was due."""
@@ -126,7 +139,7 @@ class Sweeping:
         self._tasks = tasks
         self._group = group
         self._partitions: dict[int, Partition] = {}
-        self._slots = anyio.Semaphore(min(SWEEPS_MAX, runtime.db.settings.pool_max))
+        self._slots = anyio.Semaphore(max(1, min(SWEEPS_MAX, runtime.db.settings.pool_max - 2)))
         self._pokes: dict[str, anyio.Event] = {}
         self._lags: dict[str, float] = {}
         self._is_stopping = False
@@ -180,7 +193,7 @@ class Sweeping:
     def failing(self) -> list[int]:
         """Partitions that have made no progress for too long."""
         since = time.monotonic() - NO_PROGRESS_S
-        return [key for key, each in self._partitions.items() if (each.failing_since or since) < since]
+        return [key for key, each in self._partitions.items() if min(each.failing.values(), default=since) < since]
 
     def suspect(self, why: str) -> None:
         """Leases may have run out although their owners are alive."""
@@ -237,6 +250,8 @@ class Sweeping:
         if reconciler.name == PACED:
             await self.pace.look(self.runtime, owned)
         # In any order: while sweeps are paced, the first ones take what there is.
+        for key in self._partitions.keys() - set(seen.due):
+            self._partitions[key].moved_on(reconciler.name)
         random.shuffle(seen.due)
         for key in seen.due:
             if key in self._partitions:
@@ -259,11 +274,15 @@ class Sweeping:
         while True:
             task.rest()
             name = await partition.next()
-            if self._is_stopping or not self.settings[name].is_on or not self.is_held():
-                continue
             async with self._slots:
-                task.progress()
-                await self._sweep(partition, name)
+                # Asked here: there may have been a queue.
+                if self._may_sweep(partition, name):
+                    task.progress()
+                    await self._sweep(partition, name)
+
+    def _may_sweep(self, partition: Partition, name: str) -> bool:
+        is_over = self._is_stopping or partition.is_ending
+        return not is_over and self.settings[name].is_on and self.is_held()
 
     async def _sweep(self, partition: Partition, name: str) -> None:
         limit = partition.batch(name, self.settings[name].batch_rows)
@@ -275,8 +294,9 @@ class Sweeping:
             report = await self.reconcilers[name].sweep(self.runtime, partition.key, allowed)
         except _EXPECTED as error:
             RECONCILER_TICKS.labels(name, "error").inc()
-            partition.failing_since = partition.failing_since or began
-            partition.hold_back(name)
+            partition.fail(name, error, began)
+            if name == PACED and self.pace.is_paced:
+                self.pace.give_back(allowed)
             _log.warning("sweep_failed", reconciler=name, partition=partition.key, error=_name(error))
             return
         RECONCILER_TICK_DURATION_SECONDS.labels(name).observe(time.monotonic() - began)
@@ -288,6 +308,7 @@ class Sweeping:
         for outcome, rows in report.outcomes.items():
             RECONCILER_ROWS.labels(name, outcome).inc(rows)
         RECONCILER_TICKS.labels(name, "ok" if report.moved else "idle").inc()
+        partition.failing.pop(name, None)
         if report.moved == 0:
             partition.hold_back(name)
             return

@@ -16,6 +16,7 @@ from typing import Final
 
 import anyio
 
+from ffd.db.errors import sqlstate
 from ffd.telemetry.logging import get_logger
 from ffd.telemetry.metrics import TASK_RESTARTS
 
@@ -23,8 +24,8 @@ BACKOFF_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 # A task that ran this long without failing has recovered.
 HEALTHY_S: Final = 60.0
 CRASH_LOOP: Final = 5
-# Longer than a statement and a connect may take together.
-STALE_AFTER_S: Final = 60.0
+# Besides the time that two statements may take.
+STALE_AFTER_S: Final = 30.0
 
 _log = get_logger("tasks")
 
@@ -57,7 +58,12 @@ class Task:
     @property
     def is_looping(self) -> bool:
         """Whether it fails again and again."""
-        return len(self._failures) == CRASH_LOOP and time.monotonic() - self._failures[0] < CRASH_LOOP * HEALTHY_S
+        now = time.monotonic()
+        return (
+            len(self._failures) == CRASH_LOOP
+            and now - self._failures[0] < CRASH_LOOP * HEALTHY_S
+            and now - self._failures[-1] < HEALTHY_S
+        )
 
     def failed(self, error: Exception) -> float:
         """Count a failure; how long to wait before the next start."""
@@ -74,7 +80,8 @@ class Task:
 class Tasks:
     """The tasks of a daemon, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, statement_timeout_s: float = 30.0) -> None:
+        self._stale_after_s = STALE_AFTER_S + 2 * statement_timeout_s
         self._tasks: dict[str, Task] = {}
 
     def all(self) -> list[Task]:
@@ -106,7 +113,7 @@ class Tasks:
         stale_after_s: float | None = None,
     ) -> None:
         """Run `body` until it returns, starting it again whenever it raises."""
-        task = self._tasks[name] = Task(name, kind or name, stale_after_s or STALE_AFTER_S)
+        task = self._tasks[name] = Task(name, kind or name, stale_after_s or self._stale_after_s)
         TASK_RESTARTS.labels(task.kind)
         try:
             while True:
@@ -122,7 +129,9 @@ class Tasks:
                         restarts=task.restarts,
                         restart_in_s=round(pause_s, 1),
                         is_crash_loop=task.is_looping,
-                        exc_info=error,
+                        error=" ".join(filter(None, (type(error).__name__, sqlstate(error)))),
+                        # What the server says about an error may quote a row.
+                        exc_info=None if sqlstate(error) else error,
                     )
                     task.rest()
                     await anyio.sleep(pause_s)

@@ -34,7 +34,7 @@ from ffd.db.statement import Planning, Statement
 from ffd.ops.cancel import check_operator
 from ffd.ops.cancel_set import cancel_free
 from ffd.ops.cascade import Moved, cascade
-from ffd.ops.flow_lock import FlowKey, check_open, has_ended, lock_flow, parse_flow_id
+from ffd.ops.flow_lock import FlowKey, LockFlow, check_open, has_ended, lock_flow, parse_flow_id
 from ffd.ops.runtime import Runtime
 
 WAIT_STEP_S: Final = 0.05
@@ -239,12 +239,12 @@ async def _drain_until(runtime: Runtime, flow: FlowKey, wait_ms: int) -> list[st
         await anyio.sleep(min(WAIT_STEP_S, max(until - time.monotonic(), 0)))
 
 
-async def drain_backlog(runtime: Runtime, flow: FlowKey) -> int:
+async def drain_backlog(runtime: Runtime, flow: FlowKey, lock: LockFlow = lock_flow) -> int:
     """Cancel and acknowledge up to a bound of a cancelled flow's backlog; how many were acknowledged."""
 
     async def body(connection: Connection) -> tuple[int, Moved]:
         moved = Moved()
-        await lock_flow(connection, flow)
+        await lock(connection, flow)
         await connection.execute(LOCK_BACKLOG.sql, *flow)
         rows = await connection.fetch(READ_BACKLOG.sql, *flow, CASCADE_MAX)
         if not rows:

@@ -22,7 +22,7 @@ from ffd.db.database import Row
 from ffd.db.pool import Connection
 from ffd.db.statement import Planning, Statement
 from ffd.ops.cancel_set import cancel_free
-from ffd.ops.flow_lock import FlowKey, is_sealed, lock_flow
+from ffd.ops.flow_lock import FlowKey, LockFlow, is_sealed, lock_flow
 from ffd.ops.runtime import Runtime
 from ffd.telemetry.metrics import CASCADE_EXECUTIONS, CASCADE_OWED
 
@@ -330,12 +330,12 @@ async def end_flow(connection: Connection, flow: FlowKey, moved: Moved) -> None:
         moved.is_flow_ended = True
 
 
-async def settle_owed(runtime: Runtime, flow: FlowKey) -> int:
+async def settle_owed(runtime: Runtime, flow: FlowKey, lock: LockFlow = lock_flow) -> int:
     """Do what a flow is owed, up to the bound of one call; how many records were worked off."""
 
     async def body(connection: Connection) -> tuple[Moved, int]:
         moved = Moved()
-        row = await lock_flow(connection, flow)
+        row = await lock(connection, flow)
         owed = await connection.fetch(TAKE_OWED.sql, *flow, CASCADE_MAX)
         losers = {one["execution_id"]: one["reason"] for one in owed if one["work"] == "cancel"}
         ended = [one["execution_id"] for one in owed if one["work"] == "resolve"]

@@ -8,10 +8,11 @@ alone: whoever holds it may lock executions and read the graph in one statement.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 from uuid import UUID
 
-from ffd.core.errors import NotFound, State, StateKind, Validation, ValidationKind
+from ffd.core.errors import Contention, ContentionKind, NotFound, State, StateKind, Validation, ValidationKind
 from ffd.core.flows import ENDED_FLOW_STATES
 from ffd.core.ids import parse_uuid, partition_of
 from ffd.db.database import Row
@@ -24,6 +25,19 @@ LOCK_FLOW: Final = Statement(
     select public_flow_state, terminal_at_ms, sealed_at_ms, graph_revision, raw_fields from ff_flow_core
     where partition_key = $1 and flow_id = $2 for no key update
     """,
+)
+
+
+# For reconcilers, which have others to serve. What is missing in the answer is held, or is not there.
+LOCK_FREE_FLOW: Final = Statement(
+    "lock_free_flow",
+    """
+    select public_flow_state, terminal_at_ms, sealed_at_ms, graph_revision, raw_fields from ff_flow_core
+    where partition_key = $1 and flow_id = $2 for no key update skip locked
+    """,
+)
+FLOW_IS_THERE: Final = Statement(
+    "flow_is_there", "select exists (select from ff_flow_core where partition_key = $1 and flow_id = $2)"
 )
 
 
@@ -50,9 +64,20 @@ def is_sealed(flow: Row | None) -> bool:
     return flow is not None and flow["sealed_at_ms"] is not None
 
 
+LockFlow = Callable[[Connection, "FlowKey"], Awaitable[Row | None]]
+
+
 async def lock_flow(connection: Connection, key: tuple[int, UUID]) -> Row | None:
     """Take the flow row for the rest of the transaction. None when there is no such flow."""
     row: Row | None = await connection.fetchrow(LOCK_FLOW.sql, *key)
+    return row
+
+
+async def lock_free_flow(connection: Connection, key: FlowKey) -> Row | None:
+    """The same without waiting: `Contention` when somebody holds the row."""
+    row: Row | None = await connection.fetchrow(LOCK_FREE_FLOW.sql, *key)
+    if row is None and await connection.fetchval(FLOW_IS_THERE.sql, *key):
+        raise Contention(ContentionKind.RETRY_EXHAUSTED, f"flow {key.flow_id} is held by others; try again")
     return row
 
 

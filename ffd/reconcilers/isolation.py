@@ -58,6 +58,11 @@ def is_row_fault(error: Exception) -> bool:
     return not isinstance(error, Unavailable | Contention | OSError | TimeoutError)
 
 
+def fault_name(error: Exception) -> str:
+    """What went wrong, without what the server says about the row."""
+    return " ".join(filter(None, (type(error).__name__, sqlstate(error))))
+
+
 async def split(runtime: Runtime, reconciler: str, tick: Tick, partition_key: int, entities: Sequence[UUID]) -> Report:
     """Move what can be moved of these, and set aside what cannot."""
     try:
@@ -75,7 +80,7 @@ async def split(runtime: Runtime, reconciler: str, tick: Tick, partition_key: in
 
 
 async def _set_aside(runtime: Runtime, reconciler: str, partition_key: int, entity: UUID, error: Exception) -> Report:
-    what = " ".join(filter(None, (type(error).__name__, sqlstate(error))))
+    what = fault_name(error)
     (row,) = await runtime.db.fetch(QUARANTINE, partition_key, reconciler, entity, what)
     _log.error(
         "row_quarantined",

@@ -30,7 +30,7 @@ PROBE, CANDIDATES = due_statements(
                     q.state_since_ms, q.created_at_ms) as due_at_ms
     from ff_exec_core q
     where q.partition_key = p.partition_key and q.eligibility_state = 'pending_claim'
-      and not exists (
+      and q.lifecycle_phase in ('runnable', 'submitted') and not exists (
         select 1 from ff_claim_grant g
         where g.partition_key = q.partition_key and g.execution_id = q.execution_id and g.expires_at_ms > ff_now_ms())
       and [[not quarantined lease_expiry q.execution_id]]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from uuid import UUID
 
 from ffd.core.schedule import RECONCILERS
 from ffd.db.statement import Statement
 from ffd.ops.runtime import Runtime
 from ffd.reconcilers.due import Look
-from ffd.reconcilers.isolation import Tick, is_row_fault, split
+from ffd.reconcilers.isolation import Tick, fault_name, is_row_fault, split
 from ffd.reconcilers.report import Report
+from ffd.telemetry.logging import get_logger
+
+CANDIDATES_MIN: Final = 100
+
+_log = get_logger("reconciler")
 
 
 class Reconciler(NamedTuple):
@@ -36,7 +41,10 @@ class Reconciler(NamedTuple):
         except Exception as error:
             if not is_row_fault(error):
                 raise
-            rows = await runtime.db.fetch(self.candidates, [partition_key], limit, *self.arguments(runtime))
+            _log.warning("batch_split", reconciler=self.name, partition=partition_key, error=fault_name(error))
+            # As many as may be: what stands in front may be held by others, and the one at fault behind it.
+            many = max(limit, CANDIDATES_MIN)
+            rows = await runtime.db.fetch(self.candidates, [partition_key], many, *self.arguments(runtime))
             entities: list[UUID] = list(dict.fromkeys(row["entity_id"] for row in rows))
             if not entities:
                 raise

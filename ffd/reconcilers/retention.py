@@ -19,6 +19,12 @@ from ffd.reconcilers.isolation import FORGET_QUARANTINE
 from ffd.reconcilers.report import Report
 from ffd.reconcilers.trimming import CHORES_PARTITION, TRIM_SOURCES, trim
 
+_MEMBER_IS_KEPT: Final = (
+    "exists (select 1 from ff_exec_core m where m.partition_key = q.partition_key"
+    " and m.flow_id = q.flow_id and m.flow_id is not null"
+    " and (m.lifecycle_phase not in ('terminal', 'cancelled') or coalesce(m.terminal_at_ms, 0)"
+    " + ff_policy_number(m.policy, '{{retention_ms}}', {}::bigint::double precision)::bigint > ff_now_ms()) offset 0)"
+)
 _PHRASES: Final = {
     # The predicates of the indexes, word for word.
     "kept by default": "terminal_at_ms is not null and flow_id is null"
@@ -26,10 +32,10 @@ _PHRASES: Final = {
     "kept by policy": "terminal_at_ms is not null and flow_id is null"
     " and ff_policy_number(policy, '{retention_ms}', -1) >= 0",
     "until": "terminal_at_ms + ff_policy_number(policy, '{retention_ms}', 0)::bigint",
-    # A member whose policy keeps its flow; `q` is the flow.
-    "a member is kept": "exists (select 1 from ff_exec_core m where m.partition_key = q.partition_key"
-    " and m.flow_id = q.flow_id and m.flow_id is not null"
-    " and m.terminal_at_ms + ff_policy_number(m.policy, '{retention_ms}', 0)::bigint > ff_now_ms() offset 0)",
+    # Members that keep their flow `q`: those that have not ended (a cancelled flow may leave them running), and those
+    # that have not been over for long enough, by their own policy or by the default.
+    "a member is kept $3": _MEMBER_IS_KEPT.format("$3"),
+    "a member is kept $4": _MEMBER_IS_KEPT.format("$4"),
     # Everything of the executions in `d`. An attempt that the snapshot does not show cannot be there: the execution was
     # still over when its row was locked.
     "and all that is theirs": """
@@ -65,7 +71,7 @@ PROBE, CANDIDATES = due_statements(
     """
     select q.flow_id as entity_id, q.terminal_at_ms + $3::bigint as due_at_ms from ff_flow_core q
     where q.partition_key = p.partition_key and q.terminal_at_ms is not null
-      and (q.terminal_at_ms + $3::bigint > ff_now_ms() or not [[a member is kept]])
+      and (q.terminal_at_ms + $3::bigint > ff_now_ms() or not [[a member is kept $3]])
       and [[not quarantined retention q.flow_id]]
     order by q.terminal_at_ms
     """,
@@ -81,7 +87,8 @@ PROBE, CANDIDATES = due_statements(
     phrases=_PHRASES,
 )
 
-# $1 partition_key, $2 limit, $3 only these, $4 execution_ms. Judged on the newest version: it may have been replayed.
+# $1 partition_key, $2 limit, $3 only these, $4 execution_ms. Judged on the newest version: it may have
+# been replayed or become a member.
 DELETE_ENDED: Final = Statement(
     "delete_ended",
     """
@@ -93,7 +100,7 @@ DELETE_ENDED: Final = Statement(
             order by z.terminal_at_ms) q
       cross join lateral (
         select 1 from ff_exec_core
-        where partition_key = q.partition_key and execution_id = q.execution_id
+        where partition_key = q.partition_key and execution_id = q.execution_id and flow_id is null
           and coalesce(terminal_at_ms, 9e18::bigint) <= ff_now_ms() - $4::bigint
         for update skip locked) e
       limit $2),
@@ -115,7 +122,7 @@ DELETE_ENDED_BY_POLICY: Final = Statement(
             order by [[until]]) q
       cross join lateral (
         select 1 from ff_exec_core
-        where partition_key = q.partition_key and execution_id = q.execution_id
+        where partition_key = q.partition_key and execution_id = q.execution_id and flow_id is null
           and coalesce([[until]], 9e18::bigint) <= ff_now_ms()
         for update skip locked) e
       limit $2),
@@ -141,12 +148,13 @@ DELETE_FLOWS: Final = Statement(
         where partition_key = q.partition_key and flow_id = q.flow_id
           and coalesce(terminal_at_ms, 9e18::bigint) <= ff_now_ms() - $4::bigint
         for update skip locked) l
-      where not [[a member is kept]]
+      where not [[a member is kept $4]]
       limit $2),
     d as materialized (
       select m.partition_key, m.execution_id from f cross join lateral (
         select partition_key, execution_id from ff_exec_core
-        where partition_key = f.partition_key and flow_id = f.flow_id and flow_id is not null limit $2) m
+        where partition_key = f.partition_key and flow_id = f.flow_id and flow_id is not null
+          and lifecycle_phase in ('terminal', 'cancelled') limit $2) m
       limit $2),
     [[and all that is theirs]],
     r as materialized (

@@ -48,9 +48,12 @@ def configure(settings: LogSettings) -> None:
     """One line per thing that happened, on standard error, for this whole process."""
     level = getattr(logging, settings.level.upper())
     if settings.format == "json":
-        last: list[Any] = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        # Without local variables, which may hold anything: payloads, addresses, tokens.
+        exceptions = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        last: list[Any] = [structlog.processors.ExceptionRenderer(exceptions), structlog.processors.JSONRenderer()]
     else:
-        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        plain = structlog.dev.plain_traceback
+        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

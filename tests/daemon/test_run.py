@@ -205,7 +205,7 @@ def test_a_schema_of_the_next_version_is_no_reason_to_stop(dsn: str) -> None:
 
 @contextmanager
 def a_sweep_that_waits(dsn: str, **settings: str) -> Iterator[Run]:
-    """A daemon in the middle of a sweep: it waits for the row of a flow that somebody holds."""
+    """A daemon in the middle of a sweep: it waits for a table that somebody holds."""
     flow = "00000000-0000-7000-8000-000000000001"
 
     async def hold() -> asyncpg.Connection[Any]:
@@ -216,7 +216,7 @@ def a_sweep_that_waits(dsn: str, **settings: str) -> Iterator[Run]:
             "insert into ff_cascade_owed (partition_key, flow_id, execution_id, work, enqueued_at_ms)"
             f" values (1, '{flow}', gen_random_uuid(), 'resolve', 0);"
         )
-        await connection.execute("begin; select 1 from ff_flow_core for update")
+        await connection.execute("begin; lock table ff_cascade_owed in share mode")
         return connection
 
     with asyncio.Runner() as runner:
@@ -280,7 +280,7 @@ def test_the_service_manager_hears_of_every_stage(dsn: str, manager: Manager) ->
         assert len(pings) >= 4
         assert run.end() == 0
         manager.wait_for(lambda line: line == "STOPPING=1")
-        assert manager.states()[-1].startswith(("EXTEND_TIMEOUT_USEC=30000000", "STATUS="))
+        assert manager.states()[-1].startswith(("EXTEND_TIMEOUT_USEC=40000000", "STATUS="))
 
 
 def test_an_address_that_is_taken_is_a_mistake_in_the_configuration(dsn: str) -> None:

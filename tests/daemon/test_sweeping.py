@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import asyncpg
 import pytest
 from prometheus_client import REGISTRY
 
+from ffd import Contention, ContentionKind
 from ffd.config import ReconcilerSettings, Settings
 from ffd.daemon import sweeping as sweeping_module
 from ffd.daemon.sweeping import Partition, Sweeping
@@ -262,10 +264,15 @@ def test_a_partition_wakes_in_order_and_holds_back() -> None:
         partition.hold_back("a")
         partition.wake("a")
         assert not partition.due
+        assert partition.batch("a", 1000) == 1000, "nothing is the matter with the size"
+        partition.fail("a", asyncpg.QueryCanceledError("too long"), 1.0)
         assert (partition.batch("a", 1000), partition.batch("b", 1000)) == (250, 1000)
         for _ in range(10):
-            partition.hold_back("a")
+            partition.fail("a", asyncpg.QueryCanceledError("too long"), 2.0)
         assert partition.batch("a", 1000) == 1
+        assert partition.failing == {"a": 1.0}
+        partition.fail("b", Contention(ContentionKind.RETRY_EXHAUSTED, "held"), 3.0)
+        assert partition.failing == {"a": 1.0}, "what others hold is no fault of this node's"
         partition.moved_on("a")
         assert partition.batch("a", 1000) == 1000
         partition.wake("a")

@@ -31,11 +31,11 @@ async def test_one_blocked_task_stops_the_ping_and_turns_liveness_red(
         await may_go.wait()
         raise ConnectionResetError
 
-    monkeypatch.setattr(tasks, "STALE_AFTER_S", 4.0)
+    monkeypatch.setattr(tasks, "STALE_AFTER_S", 2.0)
     monkeypatch.setattr("ffd.reconcilers.delayed_promoter.tick", block)
     manager = Manager(tmp_path / "notify")
     settings = Settings(
-        database=DatabaseSettings(dsn=dsn),
+        database=DatabaseSettings(dsn=dsn, statement_timeout_ms=1000),
         http=HttpSettings(bind=""),
         reconcilers={name: ReconcilerSettings(interval_ms=200) for name in Settings().reconcilers},
     )

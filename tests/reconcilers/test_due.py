@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
+import anyio
 import asyncpg
 import pytest
 
@@ -76,6 +77,18 @@ async def test_more_than_a_batch_takes_several_sweeps(rig: Rig, clock: Clock, na
     await SCENES[name](rig, clock, AT, 5)
     await clock.advance(DUE_AFTER_MS)
     assert [(await reconciler.sweep(runtime, AT, 2)).moved for _ in range(4)] == [2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["dependency", "cancel_backlog"])
+async def test_a_flow_that_somebody_holds_keeps_nobody_waiting(rig: Rig, clock: Clock, name: str) -> None:
+    runtime, reconciler = rig.engine._runtime, LOADED[name]
+    entities = await SCENES[name](rig, clock, AT, 3)
+    await clock.advance(DUE_AFTER_MS)
+    async with rig.sql.transaction():
+        await rig.sql.execute("select 1 from ff_flow_core where flow_id = $1 for no key update", entities[0])
+        with anyio.fail_after(3):  # a lock is waited for five seconds
+            assert [(await reconciler.sweep(runtime, AT, 100)).moved for _ in range(2)] == [2, 0]
+    assert (await reconciler.sweep(runtime, AT, 100)).moved == 1
 
 
 @pytest.mark.parametrize("name", [name for name in RECONCILERS if name not in ("dependency", "cancel_backlog")])

@@ -16,6 +16,7 @@ from ffd import (
 )
 from ffd.core.ids import ExecutionKey, new_uuid, parse_execution_id
 from ffd.reconcilers import attempt_timeout, dependency, lease_expiry
+from ffd.reconcilers.registry import load_reconcilers
 from tests.support import OTHER, Clock, Rig
 
 pytestmark = pytest.mark.anyio
@@ -137,6 +138,17 @@ async def test_work_granted_to_a_worker_that_never_came_returns(rig: Rig, clock:
     report = await lease_expiry.tick(rig.engine._runtime, core["partition_key"], 100)
     assert dict(report.outcomes) == {"returned": 1}
     assert (await rig.claim()).execution_id == execution
+
+
+async def test_a_granted_child_that_was_skipped_is_not_due(rig: Rig) -> None:
+    """FlowFabric skips without touching eligibility: nobody has anything to do with such a row."""
+    execution = await rig.create()
+    await rig.sql.execute(
+        "update ff_exec_core set eligibility_state = 'pending_claim', lifecycle_phase = 'terminal',"
+        " public_state = 'skipped', attempt_state = 'attempt_terminal', terminal_at_ms = 1"
+    )
+    look = await load_reconcilers()["lease_expiry"].look(rig.engine._runtime, [partition(execution)])
+    assert look.due == []
 
 
 TIMED = ExecutionPolicy(retry=RetryPolicy(max_retries=1, backoff=Fixed(0)), attempt_timeout_ms=1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 
 from ffd import (
@@ -168,6 +169,46 @@ async def test_a_member_whose_policy_asks_for_more_keeps_its_flow(rig: Rig, cloc
     assert look.due == [], "a flow that is kept wakes nobody"
     await clock.advance(WEEK)
     assert await sweep(rig, at) == 3
+
+
+@pytest.mark.parametrize("policy", ["cancel_flow_only", "cancel_pending"])
+async def test_members_that_a_cancelled_flow_left_running_stay_until_they_are_old(
+    rig: Rig, clock: Clock, policy: str
+) -> None:
+    """The flow is over, they are not: nothing that has not ended is ever deleted."""
+    flow = await rig.engine.submit_flow(FlowSpec({"a": NewExecution(lane="a")}))
+    claim = await rig.claim("a", lease_ttl_ms=86_400_000)
+    await rig.engine.cancel_flow(flow.flow_id, policy=policy, reason="x")
+    await clock.advance(10 * WEEK)
+    at = partition(claim.execution_id)
+    assert (await load_reconcilers()["retention"].look(rig.engine._runtime, [at])).due == []
+    assert await sweep(rig, at) == 0
+    assert await rig.public(claim.execution_id) == "running"
+    await rig.engine.cancel_execution(claim.execution_id, reason="enough")
+    assert await sweep(rig, at) == 0, "it has only just ended"
+    await clock.advance(WEEK)
+    assert await sweep(rig, at) == 2
+
+
+async def test_an_execution_that_joins_a_flow_meanwhile_is_kept(rig: Rig, clock: Clock, dsn: str) -> None:
+    """It was outside of flows when it was found, and a member when it is locked."""
+    execution = await ended(rig)
+    await clock.advance(WEEK)
+    # The sweep's snapshot is taken, then it is held up in its first function call until the other has committed.
+    await rig.sql.execute(
+        """
+        create or replace function ff_now_ms() returns bigint language plpgsql stable parallel safe as $$
+        begin
+          if current_setting('application_name') = 'ffd' then perform pg_sleep(0.2); end if;
+          return (select now_ms from ff_test_clock);
+        end $$
+        """
+    )
+    async with anyio.create_task_group() as group:
+        group.start_soon(retention.tick, rig.engine._runtime, partition(execution), 100)
+        await anyio.sleep(0.1)
+        await rig.sql.execute("update ff_exec_core set flow_id = gen_random_uuid()")
+    assert await rig.sql.fetchval("select count(*) from ff_exec_core") == 1
 
 
 async def test_keys_go_when_they_have_run_out(rig: Rig, clock: Clock) -> None:
